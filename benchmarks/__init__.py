@@ -1,0 +1,1 @@
+"""Benchmarks: identity, speed; every figure in the docs comes from here."""

@@ -1,0 +1,4 @@
+"""Subcommands of `specla bench`."""
+import typer
+
+bench = typer.Typer(help="Measure.")

@@ -1,0 +1,1 @@
+"""The `specla` command."""

@@ -1,0 +1,1 @@
+"""The coordinator: it turns a Generate request into verifier sessions and attached drafters."""

@@ -1,0 +1,1 @@
+"""The drafter: it turns a session's tokens into pruned candidate trees."""

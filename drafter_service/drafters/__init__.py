@@ -1,0 +1,1 @@
+"""The drafters themselves, one a file."""

@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC code of package specla.v1; regenerate with `make protos`."""

@@ -1,0 +1,1 @@
+"""Training data and models, by this project's own commands."""

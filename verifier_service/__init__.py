@@ -1,0 +1,1 @@
+"""The verifier: it owns weights, session states, sampling and acceptance."""

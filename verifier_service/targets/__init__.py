@@ -1,0 +1,1 @@
+"""Target models the verifier can run."""
