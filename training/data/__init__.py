@@ -1,0 +1,1 @@
+"""The corpus: openly licensed sources, templated problems, tokenizer, token shards."""
