@@ -126,7 +126,7 @@ class _UnitLowerInverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        inverse: Tensor = ctx.saved_tensors[0]  # type: ignore[attr-defined]
+        inverse: Tensor = ctx.saved_tensors[0]
         return -(inverse.mT @ grad @ inverse.mT).tril(-1)
 
 
