@@ -125,8 +125,8 @@ class _UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        inverse: Tensor = ctx.saved_tensors[0]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        inverse: Tensor = ctx.saved_tensors[0]  # type: ignore[attr-defined]
         return -(inverse.mT @ grad @ inverse.mT).tril(-1)
 
 
