@@ -12,7 +12,7 @@ from specla.rpc.errors import SpeclaError
 from specla.v1 import drafter_pb2, verifier_pb2
 
 Out = TypeVar("Out", contravariant=True)
-In = TypeVar("In", covariant=True)
+In = TypeVar("In")
 Wake = Callable[[], None]
 
 

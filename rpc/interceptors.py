@@ -1,0 +1,119 @@
+"""What stands around every call of a server: errors to status, a limit on calls, the set of calls in flight.
+
+An exception of ours reaches the client with its details; any other becomes INTERNAL with an id and
+nothing of its text, which could hold a prompt. The log gets the trace under that id.
+"""
+
+import asyncio
+import inspect
+import secrets
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+
+from specla.rpc.errors import CapacityError, InternalError, SpeclaError
+from specla.rpc.status import to_status
+
+log = structlog.get_logger("specla.rpc")
+
+# A probe or a question about the API must be answered by a server that is full.
+_ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Guards every call of one server.
+
+    grpc.aio's own `maximum_concurrent_rpcs` miscounts after rejections, and its `stop` returns before
+    handlers have run their `finally`; so both are kept here.
+
+    Attributes:
+        calls: tasks of the calls in flight, to be awaited when the server stops.
+    """
+
+    def __init__(self, max_concurrent_calls: int):
+        self.calls: set[asyncio.Task[Any]] = set()
+        self._max_concurrent_calls = max_concurrent_calls
+        self._counted = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wraps the handler of a call; an unknown method stays unknown."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
+            make = make or grpc.unary_stream_rpc_method_handler
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            return make(self._streaming(method, inner), handler.request_deserializer, handler.response_serializer)
+        make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else None
+        make = make or grpc.unary_unary_rpc_method_handler
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        return make(self._unary(method, inner), handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, method: str, inner: Any) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            async with self._guarded(method, context):
+                return await inner(request, context)
+
+        return call
+
+    def _streaming(self, method: str, inner: Any) -> Any:
+        if not inspect.isasyncgenfunction(inner):
+            return self._unary(method, inner)
+
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with self._guarded(method, context), aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return call
+
+    @asynccontextmanager
+    async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        counts = not method.startswith(_ALWAYS_SERVED)
+        if counts and self._counted >= self._max_concurrent_calls:
+            await _abort(context, CapacityError("too many calls at once", retry_after_s=1.0))
+        self._counted += counts
+        self.calls.add(task)
+        try:
+            yield
+        except SpeclaError as error:
+            await _abort(context, error)
+        except (grpc.aio.AbortError, grpc.aio.BaseError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            if context.done():  # a broken stream shows itself as one of several exceptions
+                return
+            await _abort(context, internal_error(method, error))
+        finally:
+            self.calls.discard(task)
+            self._counted -= counts
+
+
+def internal_error(where: str, error: BaseException) -> InternalError:
+    """An InternalError for an exception that is a fault of ours; logs its type and trace, never its text."""
+    error_id = secrets.token_hex(6)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("internal error", error_id=error_id, where=where, type=type(error).__name__, trace=frames)
+    return InternalError(
+        "internal error", hint=f"the server's log has it under {error_id}", metadata={"error_id": error_id}
+    )
+
+
+async def _abort(context: Context, error: SpeclaError) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
