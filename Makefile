@@ -1,0 +1,102 @@
+# SpecLA. Everything starts from nothing: `make demo`, `make test`. `make help` lists the rest.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The first Python of 3.11 or later; `make PYTHON=/path/to/python3.12 ...` chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# What is installed is stamped with what it was installed from, so a second run costs nothing
+# and a changed pyproject.toml (or a moved folder) installs anew.
+STAMP := $(shell { cat pyproject.toml; pwd; } | cksum | cut -d' ' -f1)
+RUN   := $(VENV)/.run-$(STAMP)
+DEV   := $(VENV)/.dev-$(STAMP)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu bench lint format types protos protos-check buf-lint wheel wheel-check \
+	compose-check readme-figures readme-check hooks install install-dev clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---------------------------------------------------------------- install
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "SpecLA needs Python 3.11 or later; none was found on the PATH." >&2; exit 1; }
+	@echo "==> making $(VENV) with $(PYTHON) ($$($(PYTHON) --version))"
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN): | $(BIN)/python
+	@echo "==> installing SpecLA to run (torch is the big one)"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[verifier]'
+	@rm -f $(VENV)/.run-* && touch $@
+
+$(DEV): | $(BIN)/python
+	@echo "==> installing SpecLA to develop (torch is the big one)"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@rm -f $(VENV)/.dev-* $(VENV)/.run-* && touch $@ $(RUN)
+
+install: $(RUN) ## what running needs, into .venv
+install-dev: $(DEV) ## what developing needs, into .venv
+
+# ---------------------------------------------------------------- run
+
+demo: $(RUN) ## plain and speculative decoding of the same prompts: same text, sooner
+	@$(BIN)/specla demo
+
+bench: $(RUN) ## list the benchmarks
+	@$(BIN)/specla bench --help
+
+# ---------------------------------------------------------------- test
+
+test: $(DEV) ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(DEV) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(DEV) ## ruff: rules and layout
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV) ## mypy --strict over all packages
+	$(BIN)/python tools/link_packages.py
+	$(BIN)/mypy -p specla
+
+protos: $(DEV) ## generate protos/specla/v1/*_pb2*
+	$(BIN)/python tools/generate_protos.py
+
+protos-check: $(DEV) ## prove that the generated code is current
+	$(BIN)/python tools/generate_protos.py --check
+
+node_modules/.package-lock.json: package.json
+	npm install --ignore-scripts --no-package-lock --no-audit --no-fund
+	@touch $@
+
+buf-lint: node_modules/.package-lock.json ## Buf's STANDARD lint of the protocol
+	node_modules/.bin/buf lint
+
+wheel: $(DEV) ## build dist/specla-*.whl
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
+wheel-check: $(DEV) ## prove that wheel and editable install hold the same modules
+	$(BIN)/python -m pytest tests/house/test_packaging.py
+
+compose-check: ## have docker-compose read deploy/compose.yaml
+	docker-compose -f deploy/compose.yaml --env-file deploy/.env.example config --quiet
+
+readme-figures: $(DEV) ## write the figures of benchmarks/results/*.json into README.md
+	$(BIN)/python tools/readme_figures.py
+
+readme-check: $(DEV) ## prove that README.md shows the figures of benchmarks/results/*.json
+	$(BIN)/python tools/readme_figures.py --check
+
+hooks: $(DEV) ## have git run the quick checks before each commit
+	$(BIN)/pre-commit install
+
+clean: ## remove what the commands above made, .venv included
+	rm -rf $(VENV) build dist node_modules *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The shipped target: `importlib.resources.files("specla.models")` holds its files, installed or in a checkout."""
