@@ -127,8 +127,8 @@ def noise_of_words(words: NDArray[np.unsignedinteger]) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=64)
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> NDArray[np.float32]:
-    """The noise of every token id at one position: float32 [vocab_size], read-only.
+def noise_words(seed: int, position: int, vocab_size: int) -> NDArray[np.uint32]:
+    """The 32-bit word behind the noise of every token id at one position: uint32 [vocab_size], read-only.
 
     The last 64 results are kept: the nodes of a tree at one depth share a position, and a position whose draft was
     rejected comes again in the next pass.
@@ -138,10 +138,21 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> NDArray[np.float3
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size}: give 1 or more")
-    planes = noise_of_words(random_words(seed, position, vocab_size))
-    noise = np.ascontiguousarray(planes.T).reshape(-1)[:vocab_size]
-    noise.flags.writeable = False
-    return noise
+    planes = random_words(seed, position, vocab_size)
+    words = np.empty((planes.shape[1], 4), dtype=np.uint32)
+    words.T[...] = planes
+    flat = words.reshape(-1)[:vocab_size]
+    flat.flags.writeable = False
+    return flat
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> NDArray[np.float32]:
+    """The noise of every token id at one position: float32 [vocab_size].
+
+    Raises:
+        ValueError: as `noise_words`.
+    """
+    return noise_of_words(noise_words(seed, position, vocab_size))
 
 
 def gumbel_noise_at(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
