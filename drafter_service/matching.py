@@ -1,0 +1,56 @@
+"""The state that `lookup` and `suffix` share: an indexed text, guesses for its next token, what they were worth."""
+
+from collections.abc import Callable, Sequence
+
+from specla.drafter_service.continuations import Continuations, Guess
+from specla.drafter_service.occurrences import Occurrence, OccurrenceIndex
+from specla.drafter_service.tree import DraftTree
+
+STUDY = 256  # tokens at the end of the prompt from which the chances are learnt before the first draft
+
+
+class MatchState:
+    """One session of a drafter that guesses from places where the end of the text has stood before.
+
+    Args:
+        tokens: committed so far.
+        index: empty; the state fills it.
+        find: the places to guess from, for the text as it stands in `index`.
+        continuations: makes guesses and trees of places.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        *,
+        index: OccurrenceIndex,
+        find: Callable[[], list[Occurrence]],
+        continuations: Continuations,
+    ) -> None:
+        self._index = index
+        self._find = find
+        self._continuations = continuations
+        self._guesses: list[Guess] | None = None
+        unstudied = max(len(tokens) - STUDY, 0)
+        index.extend(tokens[:unstudied])
+        self.extend(tokens[unstudied:])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Learn from each token whether it had been guessed, then index it."""
+        self._continuations.settle_draft(tokens)
+        for token in tokens:
+            self._continuations.settle(self._next_guesses(), token)
+            self._index.extend((token,))
+            self._guesses = None
+
+    def draft(self, budget: int) -> DraftTree:
+        """The likeliest continuations; empty where the end of the text has stood nowhere before."""
+        return self._continuations.grow(self._next_guesses(), budget)
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+    def _next_guesses(self) -> list[Guess]:
+        if self._guesses is None:
+            self._guesses = self._continuations.guesses(self._find())
+        return self._guesses
