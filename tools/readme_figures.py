@@ -1,0 +1,104 @@
+"""Writes the measured figures into README.md: each from benchmarks/results/*.json, none by hand.
+
+    python tools/readme_figures.py            rewrite the marked block
+    python tools/readme_figures.py --check    write nothing; exit 1 if the block is not what the results say
+
+A result holds {title, device, versions, command, date, notes, rows, goals}: see docs/architecture.md.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+_MOST_ROWS = 24  # of one result in README; all of them stand in its JSON
+
+
+def figure(value: float) -> str:
+    """A number of four significant digits at most: 0.9712, 12.4, 1520."""
+    text = f"{value:.4g}"
+    return f"{value:.0f}" if "e" in text and abs(value) < 1e9 else text
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table."""
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def section(name: str, result: dict[str, Any]) -> list[str]:
+    """One result: what ran where, every goal met or not, and the first rows."""
+    versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items() if key in ("python", "torch"))
+    lines = [f"### {result['title']}", "", f"`{result['command']}`, {result['date']}, {result['device']} ({versions})"]
+    if result["goals"]:
+        goals = []
+        for goal in result["goals"]:
+            wanted = f"{goal.get('sense', '')} {figure(goal['want'])} {goal['unit']}".strip()
+            got = f"{figure(goal['got'])} {goal['unit']}".strip()
+            goals.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
+        lines += ["", *table(["asked for", "goal", "measured", "met"], goals)]
+    if result["rows"]:
+        rows = [
+            [
+                row["case"],
+                row["name"],
+                figure(row["median"]),
+                f"{figure(row['low'])} .. {figure(row['high'])}",
+                row["unit"],
+            ]
+            for row in result["rows"][:_MOST_ROWS]
+        ]
+        more = len(result["rows"]) - len(rows)
+        lines += [
+            "",
+            "<details><summary>rows</summary>",
+            "",
+            *table(["case", "", "median", "spread", "unit"], rows),
+            "",
+        ]
+        lines += [f"{more} more in `benchmarks/results/{name}`.", ""] if more else []
+        lines += ["</details>"]
+    return [*lines, ""]
+
+
+def block(results: Path) -> str:
+    """What stands between the marks."""
+    lines = [BEGIN, ""]
+    for path in sorted(results.glob("*.json")):
+        lines += section(path.name, json.loads(path.read_text()))
+    if len(lines) == 2:
+        lines += ["Nothing has been measured yet.", ""]
+    return "\n".join([*lines, END])
+
+
+def with_figures(readme: str, figures: str) -> str:
+    """README with the marked block replaced; ValueError if it has no marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no block between {BEGIN} and {END}")
+    return before + figures + after
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    check = parser.parse_args().check
+    path = ROOT / "README.md"
+    readme = path.read_text()
+    current = with_figures(readme, block(ROOT / "benchmarks/results"))
+    if not check:
+        path.write_text(current)
+        return 0
+    if current != readme:
+        print("README.md does not show the figures of benchmarks/results: run `make readme-figures`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
