@@ -1,4 +1,180 @@
-"""Subcommands of `specla bench`."""
-import typer
+"""`specla bench`: every figure of the documents comes from one of these commands."""
 
-bench = typer.Typer(help="Measure.")
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specla.benchmarks.prompts import HELD_OUT
+from specla.benchmarks.report import Report, cpu_name
+
+NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
+
+bench = typer.Typer(help="Measure speed, identity and acceptance.", no_args_is_help=True)
+
+TargetOption = Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write the result.")]
+PromptsOption = Annotated[Path, typer.Option(help="JSON lines of {id, domain, text}.")]
+NumericsOption = Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")]
+
+
+@bench.command()
+def identity(
+    target: TargetOption = None,
+    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix,random",
+    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
+    joins: Annotated[str, typer.Option(help="Separated by commas.")] = "one process,services",
+    prompts: PromptsOption = HELD_OUT,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 8,
+    numerics: NumericsOption = "exact",
+    journal: Annotated[Path, typer.Option(help="Texts so far; an existing one is gone on with.")] = Path(
+        "runs/identity.jsonl"
+    ),
+    json: JsonOption = None,
+) -> None:
+    """The same tokens for a seed, whatever drafts, however joined; exits 1 if a text differs."""
+    from specla.benchmarks import identity as work
+    from specla.benchmarks.prompts import load
+    from specla.benchmarks.services import services
+    from specla.client.default_target import default_target
+    from specla.client.local import Local
+    from specla.verifier_service.config import VerifierConfig
+
+    folder = target or default_target()
+    names = [name.strip() for name in drafters.split(",")]
+    columns = work.cases(
+        names, [float(t) for t in temperatures.split(",")], [join.strip() for join in joins.split(",")], batch
+    )
+    chosen = load(prompts, limit=limit)
+    texts = work.Journal(journal)
+    wanted = {prompt.id for prompt in chosen}
+    done = sum(len(wanted & set(texts.of(case))) for case in columns)
+    drafting = [name for name in names if name != "none"]
+    with ExitStack() as stack, _progress() as progress:
+        task = progress.add_task("texts", total=len(columns) * len(chosen), completed=done)
+        generators: dict[str, work.Generator] = {}
+
+        def generator_of(join: str) -> work.Generator:
+            if join not in generators:
+                if join == "one process":
+                    config = VerifierConfig(target=folder, numerics=numerics, max_sessions=batch)
+                    generators[join] = stack.enter_context(Local(verifier=config, drafters=drafting))
+                else:
+                    generators[join] = stack.enter_context(
+                        services(folder, drafting, numerics=numerics, max_sessions=batch)
+                    )
+            return generators[join]
+
+        work.run(columns, chosen, texts, generator_of, max_tokens=max_tokens, progress=lambda _: progress.advance(task))
+    _finish(work.report(columns, chosen, texts, device=cpu_name()), json)
+
+
+@bench.command()
+def drafters(
+    target: TargetOption = None,
+    names: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix",
+    prompts: PromptsOption = HELD_OUT,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 192,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    numerics: NumericsOption = "exact",
+    json: JsonOption = None,
+) -> None:
+    """Each drafter against plain decoding, on code that repeats itself and on prose; exits 1 if a goal is missed."""
+    from specla.benchmarks import drafters as work
+    from specla.benchmarks.prompts import load
+    from specla.client.default_target import default_target
+    from specla.client.local import Local
+
+    all_names = [name.strip() for name in names.split(",")]
+    folder = target or default_target()
+    made = Report(title="Drafters over plain decoding", device=cpu_name())
+    made.notes.update(temperature=temperature, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
+    ratios = {}
+    with (
+        Local(folder, drafters=[n for n in all_names if n != "none"], numerics=numerics) as local,
+        _progress() as progress,
+    ):
+        made.notes["numerics_id"] = local.model().numerics_id
+        for domain in (work.REPEATING, work.PROSE):
+            chosen = load(prompts, domain=domain, limit=limit)
+            task = progress.add_task(domain, total=rounds * len(chosen) * len(all_names))
+            timed = work.measure(
+                local,
+                chosen,
+                all_names,
+                rounds=rounds,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
+            )
+            ratios[domain] = work.add_rows(made, domain, timed, prompts=len(chosen))
+    work.add_goals(made, ratios[work.REPEATING], ratios[work.PROSE])
+    _finish(made, json)
+
+
+@bench.command()
+def passes(
+    target: TargetOption = None,
+    rows: Annotated[str, typer.Option(help="Rows of a pass, root included; separated by commas.")] = "2,5,9,17",
+    rounds: Annotated[int, typer.Option(min=4)] = 60,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    json: JsonOption = None,
+) -> None:
+    """Verification passes of several sizes over plain decoding, in both numerics; exits 1 if a goal is missed."""
+    from specla.benchmarks import passes as work
+    from specla.benchmarks.prompts import load
+    from specla.client.default_target import default_target
+    from specla.client.tokenizer import Tokenizer
+    from specla.verifier_service.config import VerifierConfig
+    from specla.verifier_service.engine import Engine
+
+    folder = target or default_target()
+    counts = [int(n) for n in rows.split(",")]
+    prompt = Tokenizer.load(folder).encode(load()[0].text)
+    made = Report(title="Passes over plain decoding", device=cpu_name())
+    kinds = work.shapes(counts)
+    with _progress() as progress:
+        for numerics in NUMERICS:
+            given = {} if threads is None else {"threads": threads}
+            engine = Engine(
+                VerifierConfig(target=folder, numerics=numerics, max_sessions=len(kinds) + 1, max_rows=129, **given)
+            )
+            made.notes[f"numerics_id, {numerics}"] = engine.target.numerics_id
+            task = progress.add_task(numerics, total=rounds + 2)
+            seconds = work.measure(
+                engine,
+                prompt,
+                counts,
+                rounds=rounds,
+                progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
+            )
+            work.add_to(made, numerics, seconds)
+            engine.close()
+    _finish(made, json)
+
+
+def _finish(made: Report, json: Path | None) -> None:
+    console = Console()
+    made.show(console)
+    if json is not None:
+        made.write(json)
+        console.print(f"written to {json}")
+    if not made.all_met:
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,135 @@
+"""`specla demo`: the same prompts, plainly and speculatively, one after the other; same text, sooner."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specla.client.default_target import default_target
+from specla.client.detokenizer import Detokenizer
+from specla.client.local import Local
+from specla.client.results import GenerateResult
+from specla.client.tokenizer import Tokenizer
+
+demo = typer.Typer(help="Plain and speculative decoding of the same prompts, one after the other.")
+
+PROMPTS = {
+    "code that repeats itself": '''class Point:
+    """A point in space."""
+
+    def __init__(self, x, y, z):
+        self.x = x
+        self.y = y
+        self.z = z
+
+    def set_x(self, value):
+        """Set the x coordinate."""
+        self.x = value
+
+    def set_y(self, value):
+        """Set the y coordinate."""
+        self.y = value
+
+    def set_z(self, value):
+''',
+    "a worked sum": "Question: Tom has 14 apples. He buys 23 more apples and gives 9 apples to his sister. "
+    "How many apples does Tom have now?\nAnswer:",
+    "prose": "The President said that the people of the United States",
+}
+DRAFTED = "bold green"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One text and the seconds it took, prefill included."""
+
+    result: GenerateResult
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return len(self.result.token_ids) / self.seconds
+
+
+@demo.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    target: Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")] = None,
+    drafter: Annotated[str, typer.Option(help="Drafter to set against plain decoding.")] = "suffix",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same for both.")] = 1,
+    numerics: Annotated[str, typer.Option(help="exact or fast.")] = "exact",
+) -> None:
+    """Generate each prompt twice and compare; exits 1 if a text differs."""
+    if context.invoked_subcommand is not None:
+        return
+    console = Console(highlight=False)
+    folder = target or default_target()
+    pieces = Tokenizer.load(folder).pieces
+    table = Table(title="The same text, sooner?")
+    for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "tokens a pass", "identical"):
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    identical = True
+    with Local(folder, drafters=(drafter,), numerics=numerics) as local:
+        info = local.model()
+        console.print(f"[dim]{info.model}, {info.numerics_id}; T = {temperature:g}, seed {seed}[/]")
+        local.generate("warm up", drafter="none", max_tokens=4, temperature=0.0)
+        for name, prompt in PROMPTS.items():
+            console.rule(name)
+            console.print(Text(prompt, style="dim"), end="")
+            runs = {
+                who: _timed(local, prompt, who, max_tokens=max_tokens, temperature=temperature, seed=seed)
+                for who in ("none", drafter)
+            }
+            plain, drafted = runs["none"], runs[drafter]
+            _print_coloured(console, drafted.result, pieces)
+            same = plain.result.token_ids == drafted.result.token_ids and plain.result.text == drafted.result.text
+            identical = identical and same
+            usage = drafted.result.usage
+            table.add_row(
+                name,
+                f"{plain.speed:.1f}",
+                f"{drafted.speed:.1f}",
+                f"{plain.seconds / drafted.seconds:.2f}x",
+                f"{usage.completion_tokens / usage.target_passes:.2f}",
+                "[green]yes[/]" if same else "[red]NO[/]",
+            )
+    console.rule()
+    console.print(Text.assemble("Tokens in ", ("this colour", DRAFTED), " were drafted and accepted."))
+    console.print(table)
+    if not identical:
+        console.print("[red]A text differs from plain decoding: that must not happen.[/]")
+        raise typer.Exit(1)
+    console.print("Try next:")
+    console.print('  .venv/bin/specla generate "def add(a, b):" --max-tokens 64 --temperature 0.7 --seed 7')
+    console.print("  .venv/bin/specla serve all          # then Generate from any gRPC client: see README.md")
+    console.print("  .venv/bin/specla bench --help       # measure it on this machine")
+
+
+def _timed(local: Local, prompt: str, drafter: str, *, max_tokens: int, temperature: float, seed: int) -> Timed:
+    start = time.perf_counter()
+    result = local.generate(prompt, drafter=drafter, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    return Timed(result, time.perf_counter() - start)
+
+
+def _print_coloured(console: Console, result: GenerateResult, pieces: tuple[bytes, ...]) -> None:
+    text = Text()
+    for piece, drafted in _by_token(result, pieces):
+        text.append(piece, style=DRAFTED if drafted else "")
+    console.print(text)
+
+
+def _by_token(result: GenerateResult, pieces: tuple[bytes, ...]) -> Iterator[tuple[str, bool]]:
+    """The text token by token, with whether it was drafted; a character goes with the token that completes it."""
+    detokenizer = Detokenizer(pieces)
+    for token, drafted in zip(result.token_ids, result.drafted, strict=True):
+        yield detokenizer.feed(token), drafted
+    yield detokenizer.flush(), False

@@ -1,0 +1,78 @@
+"""Is it sooner? Each drafter against plain decoding, on code that repeats itself and on prose, interleaved."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from specla.benchmarks.identity import Generator
+from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.report import Goal, Report, Row
+from specla.client.results import GenerateResult
+
+REPEATING = "code_repetitive"
+PROSE = "prose"
+
+
+def measure(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    drafters: Sequence[str],
+    *,
+    rounds: int,
+    max_tokens: int,
+    temperature: float,
+    progress: Callable[[], None],
+) -> dict[str, list[tuple[float, GenerateResult]]]:
+    """Seconds and result of each text by drafter; the drafters take turns on every prompt, in rotating order.
+
+    Raises:
+        RuntimeError: a drafter changed a text.
+    """
+    timed: dict[str, list[tuple[float, GenerateResult]]] = {drafter: [] for drafter in drafters}
+    for turn in range(rounds):
+        for number, prompt in enumerate(prompts):
+            shift = (turn + number) % len(drafters)
+            texts: dict[str, list[int]] = {}
+            for drafter in [*drafters[shift:], *drafters[:shift]]:
+                start = time.perf_counter()
+                result = generator.generate(
+                    prompt.text, drafter=drafter, max_tokens=max_tokens, temperature=temperature, seed=turn
+                )
+                timed[drafter].append((time.perf_counter() - start, result))
+                texts[drafter] = list(result.token_ids)
+                progress()
+            if any(ids != texts[drafters[0]] for ids in texts.values()):
+                raise RuntimeError(f"prompt {prompt.id}: the drafters' texts differ; no speed is reported")
+    return timed
+
+
+def add_rows(
+    made: Report, case: str, timed: dict[str, list[tuple[float, GenerateResult]]], *, prompts: int
+) -> dict[str, float]:
+    """Rows of one case; returns each drafter's speed over plain decoding (total time over total time)."""
+    ratios: dict[str, float] = {}
+    plain = [seconds for seconds, _ in timed["none"]]
+    for drafter, runs in timed.items():
+        tokens = sum(len(result.token_ids) for _, result in runs)
+        passes = sum(result.usage.target_passes for _, result in runs)
+        speeds = [len(result.token_ids) / seconds for seconds, result in runs]
+        made.rows.append(Row.of(case, f"{drafter}: speed", speeds, "tokens/s"))
+        made.rows.append(Row.of(case, f"{drafter}: tokens a target pass", [tokens / passes], "tokens"))
+        by_round = [
+            sum(plain[i : i + prompts]) / sum(seconds for seconds, _ in runs[i : i + prompts])
+            for i in range(0, len(runs), prompts)
+        ]
+        made.rows.append(Row.of(case, f"{drafter}: over none", by_round, "x"))
+        ratios[drafter] = sum(plain) / sum(seconds for seconds, _ in runs)
+    return ratios
+
+
+def add_goals(made: Report, repeating: dict[str, float], prose: dict[str, float]) -> None:
+    """The goals: 1.25 times plain decoding where code repeats itself, never under 0.95 on prose."""
+    drafting = {drafter: ratio for drafter, ratio in repeating.items() if drafter != "none"}
+    best = max(drafting, key=lambda drafter: drafting[drafter])
+    made.goals.append(
+        Goal(name=f"code that repeats itself, {best}", want=1.25, got=drafting[best], unit="x", sense="at least")
+    )
+    for drafter, ratio in prose.items():
+        if drafter != "none":
+            made.goals.append(Goal(name=f"prose, {drafter}", want=0.95, got=ratio, unit="x", sense="at least"))

@@ -1,0 +1,219 @@
+"""Is it the same text? Every drafter, temperature, batch and join against plain decoding, token by token.
+
+The baseline is plain decoding, one session at a time, in one process. Each finished text is one line
+of a journal, so that a run that was broken off goes on where it stopped.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.report import Goal, Report, Row
+from specla.client.results import GenerateResult
+
+MIN_TOKENS_TO_DIFFER = 16  # a text that ends at once may honestly be the same for two seeds
+
+
+class Generator(Protocol):
+    """What `Client` and `Local` have in common, as far as it is needed here."""
+
+    def generate(self, prompt: str, *, drafter: str, max_tokens: int, temperature: float, seed: int) -> GenerateResult:
+        """Generate one text."""
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One column of the comparison."""
+
+    join: str  # "one process" or "services"
+    drafter: str
+    temperature: float
+    batch: int  # sessions at a time
+    other_seed: bool = False
+
+    def __str__(self) -> str:
+        seed = ", other seed" if self.other_seed else ""
+        return f"{self.drafter}, T={self.temperature:g}, {self.join}, {self.batch} at a time{seed}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One generated text."""
+
+    case: Case
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    drafted: int
+    accepted: int
+    passes: int
+    numerics_id: str
+    max_tokens: int
+
+    def to_line(self) -> str:
+        """One line of the journal."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> "Text":
+        """The text of a journal line."""
+        fields = json.loads(line)
+        return cls(**{**fields, "case": Case(**fields["case"]), "token_ids": tuple(fields["token_ids"])})
+
+
+def cases(drafters: Sequence[str], temperatures: Sequence[float], joins: Sequence[str], batch: int) -> list[Case]:
+    """All columns: the baselines first, then every combination, then the other seed."""
+    baselines = [Case("one process", "none", t, 1) for t in temperatures]
+    rest = [Case(join, d, t, batch) for join in joins for d in drafters for t in temperatures]
+    other = [Case("one process", "none", t, batch, other_seed=True) for t in temperatures if t > 0]
+    return [*baselines, *(case for case in rest if case not in baselines), *other]
+
+
+def seed_of(prompt: Prompt, case: Case) -> int:
+    """The seed of a prompt: its own, the same in every column but the `other_seed` one."""
+    return zlib.crc32(prompt.id.encode()) + (1 << 32 if case.other_seed else 0)
+
+
+def run_case(
+    case: Case, prompts: Sequence[Prompt], generator: Generator, *, max_tokens: int, done: set[str]
+) -> Iterator[Text]:
+    """Generate the texts of one column that are not `done`, `case.batch` at a time; yields them as they finish."""
+
+    def one(prompt: Prompt) -> Text:
+        result = generator.generate(
+            prompt.text,
+            drafter=case.drafter,
+            max_tokens=max_tokens,
+            temperature=case.temperature,
+            seed=seed_of(prompt, case),
+        )
+        usage = result.usage
+        return Text(
+            case=case,
+            prompt_id=prompt.id,
+            token_ids=tuple(result.token_ids),
+            drafted=usage.drafted_tokens,
+            accepted=usage.accepted_tokens,
+            passes=usage.target_passes,
+            numerics_id=result.numerics_id,
+            max_tokens=max_tokens,
+        )
+
+    with ThreadPoolExecutor(max_workers=case.batch) as pool:
+        futures = [pool.submit(one, prompt) for prompt in prompts if prompt.id not in done]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Journal:
+    """The texts generated so far, kept in a file of one line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.texts: dict[tuple[Case, str], Text] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            for line in path.read_text().splitlines():
+                self._keep(Text.from_line(line))
+
+    def add(self, text: Text) -> None:
+        """Keep a text, in the file too."""
+        self._keep(text)
+        with self.path.open("a") as file:
+            file.write(text.to_line() + "\n")
+
+    def of(self, case: Case) -> dict[str, Text]:
+        """The texts of one column, by prompt."""
+        return {prompt_id: text for (its_case, prompt_id), text in self.texts.items() if its_case == case}
+
+    def _keep(self, text: Text) -> None:
+        self.texts[text.case, text.prompt_id] = text
+
+
+def run(
+    all_cases: Sequence[Case],
+    prompts: Sequence[Prompt],
+    journal: Journal,
+    generator_of: Callable[[str], Generator],
+    *,
+    max_tokens: int,
+    progress: Callable[[Text], None],
+) -> None:
+    """Fill the journal, column by column."""
+    for case in all_cases:
+        done = set(journal.of(case))
+        if len(done) == len(prompts):
+            continue
+        for text in run_case(case, prompts, generator_of(case.join), max_tokens=max_tokens, done=done):
+            journal.add(text)
+            progress(text)
+
+
+def report(all_cases: Sequence[Case], prompts: Sequence[Prompt], journal: Journal, *, device: str) -> Report:
+    """Compare every column with the baseline of its temperature.
+
+    Raises:
+        ValueError: the journal holds texts of other numerics or lengths, or a column is incomplete.
+    """
+    columns = {case: _column(journal, case, prompts) for case in all_cases}
+    texts = [text for column in columns.values() for text in column]
+    kinds = {(text.numerics_id, text.max_tokens) for text in texts}
+    if len(kinds) != 1:
+        raise ValueError(f"the journal mixes numerics or lengths {sorted(kinds)}: begin a new one")
+    made = Report(title="Identity", device=device)
+    numerics_id, max_tokens = kinds.pop()
+    made.notes.update(
+        numerics_id=numerics_id,
+        max_tokens=max_tokens,
+        prompts=len(prompts),
+        texts=len(texts),
+        tokens=sum(len(text.token_ids) for text in texts),
+    )
+    for case, column in columns.items():
+        baseline = columns[Case("one process", "none", case.temperature, 1)]
+        if case.other_seed:
+            _add_other_seed(made, case, column, baseline)
+        else:
+            _add_same_seed(made, case, column, baseline)
+    return made
+
+
+def _column(journal: Journal, case: Case, prompts: Sequence[Prompt]) -> list[Text]:
+    """A column's texts in the prompts' order."""
+    texts = journal.of(case)
+    missing = [prompt.id for prompt in prompts if prompt.id not in texts]
+    if missing:
+        raise ValueError(f"{case}: {len(missing)} of {len(prompts)} texts are missing")
+    return [texts[prompt.id] for prompt in prompts]
+
+
+def _add_same_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Sequence[Text]) -> None:
+    differing = sum(a.token_ids != b.token_ids for a, b in zip(texts, baseline, strict=True))
+    tokens, passes = sum(len(text.token_ids) for text in texts), sum(text.passes for text in texts)
+    drafted, accepted = sum(text.drafted for text in texts), sum(text.accepted for text in texts)
+    made.rows.append(Row.of(str(case), "texts that differ", [differing], f"of {len(texts)}"))
+    made.rows.append(Row.of(str(case), "tokens a target pass", [tokens / passes], "tokens"))
+    made.rows.append(Row.of(str(case), "drafted tokens accepted", [accepted], f"of {drafted}"))
+    made.goals.append(
+        Goal(name=f"{case}: texts that differ", want=0, got=differing, unit=f"of {len(texts)}", sense="at most")
+    )
+
+
+def _add_other_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Sequence[Text]) -> None:
+    pairs = [
+        (a.token_ids, b.token_ids)
+        for a, b in zip(texts, baseline, strict=True)
+        if max(len(a.token_ids), len(b.token_ids)) >= MIN_TOKENS_TO_DIFFER
+    ]
+    same = sum(a == b for a, b in pairs)
+    made.rows.append(Row.of(str(case), "texts that are the same", [same], f"of {len(pairs)}"))
+    made.goals.append(
+        Goal(name=f"{case}: texts that are the same", want=0, got=same, unit=f"of {len(pairs)}", sense="at most")
+    )

@@ -1,0 +1,60 @@
+"""The three kinds of service as processes of their own, for benchmarks that compare joins."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from specla.client.sdk import Client
+
+_SPECLA = (sys.executable, "-c", "from specla.client.cli.main import run; run()")
+STOP_S = 20.0
+
+
+@contextmanager
+def services(
+    target: Path, drafters: Sequence[str], *, numerics: str, max_sessions: int, threads: int | None = None
+) -> Iterator[Client]:
+    """A verifier, one drafter service a name and a coordinator, on free ports of the loopback; yields a client.
+
+    Raises:
+        RuntimeError: a service ended before it was ready.
+    """
+    with ExitStack() as stack:
+        options = ["--target", str(target), "--numerics", numerics, "--max-sessions", str(max_sessions)]
+        if threads is not None:
+            options += ["--threads", str(threads)]
+        verifier = stack.enter_context(_serve("verifier", options))
+        addresses = [
+            stack.enter_context(_serve("drafter", ["--name", name, "--allow-verifiers", verifier]))
+            for name in drafters
+            if name != "none"
+        ]
+        coordinator = stack.enter_context(
+            _serve(
+                "coordinator",
+                ["--verifiers", verifier, "--tokenizer", str(target), *(f"--drafters={a}" for a in addresses)],
+            )
+        )
+        yield stack.enter_context(Client(coordinator))
+
+
+@contextmanager
+def _serve(role: str, options: Sequence[str]) -> Iterator[str]:
+    """One service; yields the address it bound."""
+    command = [*_SPECLA, "serve", role, "--port", "0", "--log-level", "warning", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        if not words or words[0] != "READY":
+            raise RuntimeError(f"the {role} service ended before it was ready: see its messages above")
+        yield words[1].split("=", 1)[1]
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
