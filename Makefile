@@ -28,12 +28,12 @@ $(BIN)/python:
 
 $(RUN): | $(BIN)/python
 	@echo "==> installing SpecLA to run (torch is the big one)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[verifier]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[verifier]'
 	@rm -f $(VENV)/.run-* && touch $@
 
 $(DEV): | $(BIN)/python
 	@echo "==> installing SpecLA to develop (torch is the big one)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[dev]'
 	@rm -f $(VENV)/.dev-* $(VENV)/.run-* && touch $@ $(RUN)
 
 install: $(RUN) ## what running needs, into .venv
