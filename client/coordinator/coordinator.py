@@ -12,7 +12,7 @@ from specla.client.coordinator.generation import Generation
 from specla.client.coordinator.request import check_request
 from specla.client.coordinator.verifiers import VerifierMember, VerifierPool
 from specla.client.tokenizer import Tokenizer
-from specla.rpc.errors import CapacityError, ServiceUnavailableError, UnsupportedModelError
+from specla.rpc.errors import ServiceUnavailableError, UnsupportedModelError
 from specla.rpc.links import DrafterPort, VerifierPort
 from specla.v1 import generation_pb2
 
@@ -44,7 +44,6 @@ class Coordinator:
         self._verifiers = VerifierPool()
         self._drafters = DrafterPool()
         self._on_verifier_lost = on_verifier_lost
-        self._running = 0
         for verifier in verifiers:
             self.add_verifier(verifier)
         for drafter in drafters:
@@ -70,9 +69,9 @@ class Coordinator:
         self._verifiers.add(VerifierMember(port, self._lost))
         log.info("verifier connected", model=target.model, numerics_id=target.numerics_id)
 
-    def add_drafter(self, port: DrafterPort) -> None:
-        """From now on sessions may get it; drafters added earlier are preferred."""
-        self._drafters.members.append(DrafterMember(port, self._config.drafter_retry))
+    def add_drafter(self, port: DrafterPort, *, rank: int | None = None) -> None:
+        """From now on sessions may get it; of a lower rank it is preferred. Default: behind all others."""
+        self._drafters.add(DrafterMember(port, self._config.drafter_retry_s), rank)
         log.info("drafter connected", drafter=port.info().name)
 
     def model(self) -> generation_pb2.GetModelResponse:
@@ -101,33 +100,23 @@ class Coordinator:
 
         Raises:
             InvalidRequestError: a field holds what it may not.
-            CapacityError: too many generations run, here or on all verifiers.
+            CapacityError: all verifiers are full.
             DeadlineError: `time_left` passed.
             NumericsMismatchError: the text was begun under a numerics_id that no verifier has now.
             ServiceUnavailableError: no verifier is left.
             SpeclaError: what else a verifier reports.
         """
-        if self._running >= self._config.max_concurrent:
-            raise CapacityError(
-                f"{self._running} generations run here", retry_after_s=1.0, hint="try again, or ask another coordinator"
-            )
-        self._running += 1
-        try:
-            loop = asyncio.get_running_loop()
-            deadline = None if time_left is None else loop.time() + time_left
-            target = self._some_verifier().target
-            checked = await check_request(
-                request, self._tokenizer, target, max_stop_strings=self._config.max_stop_strings
-            )
-            drafters = self._drafters.candidates(checked.drafters, target.tokenizer_hash)
-            generation = Generation(
-                checked, self._tokenizer.pieces, self._verifiers, drafters, self._config, deadline=deadline
-            )
-            async with aclosing(generation.responses()) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            self._running -= 1
+        loop = asyncio.get_running_loop()
+        deadline = None if time_left is None else loop.time() + time_left
+        target = self._some_verifier().target
+        checked = await check_request(request, self._tokenizer, target, max_stop_strings=self._config.max_stop_strings)
+        drafters = self._drafters.candidates(checked.drafters, target.tokenizer_hash)
+        generation = Generation(
+            checked, self._tokenizer.pieces, self._verifiers, drafters, self._config, deadline=deadline
+        )
+        async with aclosing(generation.responses()) as responses:
+            async for response in responses:
+                yield response
 
     def close(self) -> None:
         """End the links; what still runs is cancelled."""

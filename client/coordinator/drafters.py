@@ -50,7 +50,19 @@ class DrafterPool:
     """All drafters, the preferred one first."""
 
     def __init__(self) -> None:
-        self.members: list[DrafterMember] = []
+        self._ranked: list[tuple[int, DrafterMember]] = []
+
+    @property
+    def members(self) -> list[DrafterMember]:
+        """The preferred one first."""
+        return [member for _, member in self._ranked]
+
+    def add(self, member: DrafterMember, rank: int | None = None) -> None:
+        """Keep it at its rank; None: behind all others."""
+        if rank is None:
+            rank = 1 + max((other for other, _ in self._ranked), default=-1)
+        self._ranked.append((rank, member))
+        self._ranked.sort(key=lambda entry: entry[0])
 
     def names(self) -> list[str]:
         """What a request may ask for."""

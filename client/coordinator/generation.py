@@ -221,7 +221,7 @@ class _Visit:
         self.session_id = secrets.token_bytes(16)
         self.mailbox = member.open(self.session_id, ring)
         self.attaching = Attaching(
-            drafters, self.session_id, lambda command: member.send([command]), ring, timeout=config.attach_timeout
+            drafters, self.session_id, lambda command: member.send([command]), ring, timeout=config.attach_timeout_s
         )
         self.opened = False
         self.over = False  # the verifier has ended it

@@ -1,0 +1,106 @@
+"""`specla generate`: text to standard output as it comes, figures to standard error."""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specla.client.config import DEFAULT_DRAFTERS
+from specla.client.logs import configure_logs
+from specla.client.options import Options
+from specla.client.results import Collector, Delta, GenerateResult, Started
+from specla.rpc.errors import InvalidRequestError
+
+
+class Here(NamedTuple):
+    """How to run the model in this process; None is the default."""
+
+    target: str | None
+    device: str | None
+    numerics: str | None
+    threads: int | None
+
+
+class There(NamedTuple):
+    """The server to ask instead; None: this process."""
+
+    server: str | None
+    ca: str | None
+
+
+def generate(prompt: str, options: Options, *, as_json: bool, here: Here, there: There, log_level: str) -> None:
+    """Run one generation and print it.
+
+    Raises:
+        SpeclaError: see `Client.generate` and `Local`.
+    """
+    configure_logs(log_level)
+    text = _read_prompt(prompt)
+    with _generator(here, there, options) as generator:
+        collector = Collector()
+        begun = time.perf_counter()
+        for event in generator.stream(text, **options):
+            if isinstance(event, Started):
+                begun = time.perf_counter()
+            elif isinstance(event, Delta) and not as_json:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            collector.add(event)
+        seconds = time.perf_counter() - begun
+    result = collector.result()
+    if as_json:
+        print(json.dumps(_object(result), ensure_ascii=False), flush=True)
+    elif sys.stdout.isatty():
+        print(flush=True)
+    print(figures(result, seconds), file=sys.stderr)
+
+
+def figures(result: GenerateResult, seconds: float) -> str:
+    """One line: how much, how fast, how well drafted. `seconds` from the session's opening, prefill included."""
+    usage = result.usage
+    rate = usage.completion_tokens / seconds if seconds > 0 else 0.0
+    return (
+        f"{usage.completion_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s; "
+        f"{usage.target_passes} passes, {usage.accepted_tokens} of {usage.drafted_tokens} drafted accepted; "
+        f"ended by {result.finish_reason}; seed {result.seed}"
+    )
+
+
+def _generator(here: Here, there: There, options: Options) -> Any:
+    if there.server is not None:
+        for name, value in here._asdict().items():
+            if value is not None:
+                raise InvalidRequestError(name, f"--{name} has no meaning with --server", hint="leave out one of them")
+        from specla.client.sdk import Client
+        from specla.rpc.channel import ClientTls
+
+        return Client(there.server, tls=ClientTls(root_ca=Path(there.ca)) if there.ca else None)
+    from specla.client.local import Local
+
+    wanted = options.get("drafter")
+    names = DEFAULT_DRAFTERS if wanted is None else [name for name in wanted if name != "none"]
+    given = {name: value for name, value in here._asdict().items() if value is not None}
+    return Local(drafters=tuple(names), **given)
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            "prompt", f"standard input is not UTF-8 at byte {error.start}", hint="give text"
+        ) from None
+
+
+def _object(result: GenerateResult) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "usage": dataclasses.asdict(result.usage),
+    }

@@ -1,0 +1,44 @@
+"""`specla health HOST:PORT`: the standard health check, for containers and people."""
+
+from pathlib import Path
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specla.client.cli.exits import FAILED
+from specla.rpc.errors import InvalidRequestError
+
+
+def health(address: str, service: str, timeout: float, ca: str | None) -> None:
+    """Print one line: the state.
+
+    Args:
+        address: HOST:PORT.
+        service: full name; empty asks for the whole server.
+        timeout: seconds.
+        ca: PEM file of the authority that signed the server's certificate; None: plain text.
+
+    Raises:
+        typer.Exit: status 1 unless it is SERVING.
+    """
+    if ca is not None and not Path(ca).is_file():
+        raise InvalidRequestError("ca", "no such file")
+    credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca is not None else None
+    options = (("grpc.enable_http_proxy", 0),)
+    open_channel = (
+        grpc.insecure_channel(address, options)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, options)
+    )
+    with open_channel as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+            )
+            state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        except grpc.RpcError as error:
+            state = error.code().name
+    typer.echo(f"{address} {service or 'server'}: {state}")
+    if state != "SERVING":
+        raise typer.Exit(FAILED)

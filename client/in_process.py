@@ -1,0 +1,56 @@
+"""All parts in one process, joined without sockets: an engine in its thread, drafters, a coordinator."""
+
+import asyncio
+from collections.abc import Sequence
+
+from specla.client.config import CoordinatorConfig
+from specla.client.coordinator.coordinator import Coordinator
+from specla.client.tokenizer import Tokenizer
+from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.drafters.make import make_drafter
+from specla.drafter_service.local import LocalDrafter
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.scheduler import Scheduler
+
+
+class InProcess:
+    """The parts. Loading the target blocks: not for an event loop's thread.
+
+    Attributes:
+        scheduler: the verifier, a VerifierPort.
+        drafters: joined to it, the preferred one first.
+    """
+
+    def __init__(self, config: VerifierConfig, drafters: Sequence[DrafterConfig]) -> None:
+        """Load the target, start the engine's thread.
+
+        Raises:
+            InvalidRequestError: a setting, or no tokenizer.json beside the target.
+            UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
+        """
+        self._tokenizer = Tokenizer.load(config.target)
+        made = [make_drafter(drafter) for drafter in drafters]  # before the target: refuses sooner
+        self.scheduler = Scheduler(Engine(config), config)
+        self.drafters = [
+            LocalDrafter(drafter, settings, self.scheduler) for drafter, settings in zip(made, drafters, strict=True)
+        ]
+
+    def coordinator(self, config: CoordinatorConfig) -> Coordinator:
+        """A coordinator over these parts; call it on the event loop that will run it."""
+        return Coordinator([self.scheduler], self.drafters, self._tokenizer, config)
+
+    def close(self) -> None:
+        """Detach the drafters and end the engine's thread; sessions that still run are cancelled."""
+        for drafter in self.drafters:
+            drafter.close()
+        self.scheduler.close()
+
+
+async def load(config: VerifierConfig, drafters: Sequence[DrafterConfig]) -> InProcess:
+    """The same for an event loop: loads in another thread.
+
+    Raises:
+        SpeclaError: as InProcess.
+    """
+    return await asyncio.to_thread(InProcess, config, drafters)

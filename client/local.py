@@ -1,0 +1,99 @@
+"""Local: generation in this process, no server and no sockets. Needs the `verifier` extra (torch)."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from specla.client.blocking import BlockingGenerator
+from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.coordinator.coordinator import Coordinator
+from specla.client.default_target import default_target
+from specla.client.in_process import InProcess
+from specla.client.logs import quiet_unless_configured
+from specla.client.results import Event, ModelInfo, event_of, model_info
+from specla.drafter_service.config import DrafterConfig
+from specla.v1 import generation_pb2
+from specla.verifier_service.config import VerifierConfig
+
+
+class Local(BlockingGenerator):
+    """A target and drafters in this process, with the interface of `Client`. Close it, or use `with`."""
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        *,
+        drafters: Sequence[str | DrafterConfig] = DEFAULT_DRAFTERS,
+        device: str | None = None,
+        numerics: str | None = None,
+        threads: int | None = None,
+        verifier: VerifierConfig | None = None,
+    ) -> None:
+        """Load the target; takes a second or so for the shipped one.
+
+        Args:
+            target: folder of the checkpoint; None: the shipped one.
+            drafters: those that requests may choose from, the preferred one first; names, or settings.
+            device: "cpu", "cuda" or "auto".
+            numerics: "exact" or "fast".
+            threads: threads of one operation; set for the whole process.
+            verifier: all settings of the engine; then none of the four above may be given.
+
+        Raises:
+            InvalidRequestError: a setting.
+            UnsupportedModelError: a checkpoint that cannot be run.
+        """
+        given: dict[str, Any] = {"target": target, "device": device, "numerics": numerics, "threads": threads}
+        given = {name: value for name, value in given.items() if value is not None}
+        if verifier is not None and given:
+            raise TypeError(f"give `verifier` or {', '.join(given)}, not both")
+        config = verifier or VerifierConfig(**({"target": default_target()} | given))
+        quiet_unless_configured()
+        self._parts = InProcess(
+            config,
+            [drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter) for drafter in drafters],
+        )
+        super().__init__("specla-local")
+        self._coordinator = self._thread.run(self._join())
+
+    @property
+    def parts(self) -> InProcess:
+        """The verifier and the drafters, for who wants to look inside."""
+        return self._parts
+
+    def model(self) -> ModelInfo:
+        """What this process can generate with."""
+        return model_info(self._coordinator.model())
+
+    def close(self) -> None:
+        """Cancel what runs, free the target. Harmless twice."""
+        if not self._thread.loop.is_closed():
+            self._thread.loop.call_soon_threadsafe(self._coordinator.close)
+            self._thread.close()
+            self._parts.close()
+
+    async def _join(self) -> Coordinator:
+        return self._parts.coordinator(CoordinatorConfig())
+
+    async def _events(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._coordinator.generate(request, time_left=timeout_s)) as responses:
+            async for response in responses:
+                event = event_of(response)
+                if event is not None:
+                    yield event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _settings(drafter: str | DrafterConfig) -> DrafterConfig:
+    return drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter)

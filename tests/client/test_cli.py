@@ -1,0 +1,118 @@
+"""The command as a user starts it: a process of its own, with torch out of reach where it must not be needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specla.client.cli.exits import exit_codes
+
+BLOCKED = "import sys; sys.modules['torch'] = None; from specla.client.cli.main import run; run()"
+
+
+def specla(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        env=os.environ | env,
+        check=False,
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_help_lists_all_commands_without_importing_them() -> None:
+    done = specla("--help")
+    assert done.returncode == 0
+    for command in ("generate", "serve", "doctor", "health", "version", "data", "train", "bench"):
+        assert f"\n  {command} " in done.stdout
+    heavy = (
+        "import sys; from specla.client.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('loaded:', *sorted(m for m in ('torch', 'numpy', 'specla.training.cli') if m in sys.modules))"
+    )
+    done = specla_python(heavy)
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+def specla_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("role", ["all", "verifier", "drafter", "coordinator"])
+def test_every_role_says_its_flags_without_torch(role: str) -> None:
+    done = specla("serve", role, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--port" in done.stdout
+    assert "--config" in done.stdout
+
+
+def test_version() -> None:
+    assert specla("version").stdout.startswith("specla ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nosuch"], "nosuch"),
+        (["generate"], "prompt"),
+        (["generate", "a", "--nosuch"], "--nosuch"),
+        (["generate", "a", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "a", "--server", "127.0.0.1:1", "--device", "cpu"], "--device has no meaning with --server"),
+        (["generate", "a", "--log-level", "loud"], "log_level"),
+        (["serve", "nosuch"], "nosuch"),
+        (["serve", "coordinator", "--credit", "1"], "credit"),
+        (["serve", "coordinator", "--host", "0.0.0.0"], "insecure"),
+        (["serve", "coordinator", "--tokenizer", "/nonexistent"], "tokenizer"),
+        (["serve", "drafter", "--name", "nosuch"], "nosuch"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what(arguments: list[str], says: str) -> None:
+    done = specla(*arguments)
+    assert done.returncode == 2
+    assert says.lower() in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreachable_server_exits_1() -> None:
+    done = specla("generate", "a", "--server", "127.0.0.1:1", "--timeout", "5")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_standard_input_that_is_no_text_exits_2() -> None:
+    done = specla("generate", "-", "--server", "127.0.0.1:1", stdin=b"ab\xff")
+    assert done.returncode == 2
+    assert "byte 2" in done.stderr
+
+
+def test_without_torch_generate_says_what_to_install() -> None:
+    done = specla("generate", "a")
+    assert done.returncode == 1
+    assert "specla[verifier]" in done.stderr
+
+
+def test_health_of_nothing_exits_1() -> None:
+    done = specla("health", "127.0.0.1:1", "--timeout", "2")
+    assert done.returncode == 1
+    assert "UNAVAILABLE" in done.stdout
+
+
+def test_doctor_without_a_model_exits_1(tmp_path: Path) -> None:
+    done = specla("doctor", "--target", str(tmp_path))
+    assert done.returncode == 1
+    assert "lacks config.json" in done.stdout
+    assert "cannot generate" in done.stdout
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ModuleNotFoundError(name="torch"), 1)])
+def test_exit_statuses(error: BaseException, status: int) -> None:
+    import typer
+
+    with pytest.raises(typer.Exit) as caught, exit_codes():
+        raise error
+    assert caught.value.exit_code == status

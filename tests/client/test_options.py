@@ -1,0 +1,92 @@
+import pytest
+
+from specla.client.options import build_request
+from specla.rpc.errors import InvalidRequestError
+from specla.v1 import common_pb2, generation_pb2
+
+
+def test_every_option_lands_in_its_field() -> None:
+    request = build_request(
+        [1, 2],
+        {
+            "drafter": ["lookup", "none"],
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.25,
+            "min_p": 0.125,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 2.0,
+            "logit_bias": {5: -2.0},
+            "banned_ids": [8],
+            "seed": 2**64 - 1,
+            "stop": ["x", "y"],
+            "stop_ids": [9],
+            "ignore_eos": True,
+            "top_logprobs": 0,
+            "resumed_ids": [4],
+            "numerics_id": "cpu",
+            "allow_other_numerics": True,
+            "timeout": 3.0,
+        },
+    )
+    assert request == generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=[1, 2]),
+        sampling=common_pb2.Sampling(
+            temperature=0.5,
+            top_k=3,
+            top_p=0.25,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            presence_penalty=-1.0,
+            frequency_penalty=2.0,
+            logit_bias={5: -2.0},
+            banned_ids=[8],
+            seed=2**64 - 1,
+            top_logprobs=0,
+        ),
+        stopping=common_pb2.Stopping(max_tokens=7, stop=["x", "y"], stop_ids=[9], ignore_eos=True),
+        resumed_ids=[4],
+        drafters=["lookup", "none"],
+        numerics_id="cpu",
+        allow_other_numerics=True,
+    )
+
+
+def test_what_is_left_out_stays_unset() -> None:
+    assert build_request("hello", {"temperature": None, "stop": None}) == generation_pb2.GenerateRequest(text="hello")
+
+
+def test_zero_is_not_unset() -> None:
+    request = build_request("hello", {"temperature": 0.0, "top_p": 0.0, "seed": 0, "max_tokens": 0})
+    assert all(request.sampling.HasField(name) for name in ("temperature", "top_p", "seed"))  # type: ignore[arg-type]
+    assert request.stopping.HasField("max_tokens")
+
+
+def test_one_string_is_one_stop_and_one_drafter() -> None:
+    request = build_request("hello", {"stop": "end", "drafter": "lookup"})
+    assert (list(request.stopping.stop), list(request.drafters)) == (["end"], ["lookup"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([-1], {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ("a", {"seed": -1}, "sampling.seed"),
+        ("a", {"max_tokens": 2**40}, "stopping.max_tokens"),
+        ("a", {"temperature": "hot"}, "sampling.temperature"),
+        ("a", {"stop": [3]}, "stopping.stop"),
+        ("a", {"logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+    ],
+)
+def test_what_no_field_can_hold_is_named(prompt: object, options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_request(prompt, options)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_misspelt_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        build_request("hello", {"temprature": 1.0})  # type: ignore[typeddict-unknown-key]
