@@ -44,8 +44,11 @@ def tree_convolution(x: Tensor, window: Tensor, weight: Tensor, batch: TreeBatch
             f"sessions and weight {list(weight.shape)}: want x [R, D] and window [B, W - 1, D]"
         )
     inputs = torch.cat((window.reshape(-1, channels), x))
-    taps = inputs if batch.rows == 1 else inputs.index_select(0, batch.taps(width))
-    y = (taps.view(width, batch.rows, channels) * weight.unsqueeze(1)).sum(0)  # [R, D]
+    if batch.rows == 1:
+        y = (inputs * weight).sum(0, keepdim=True)
+    else:
+        taps = inputs.index_select(0, batch.taps(width)).view(width, batch.rows, channels)
+        y = taps.mul_(weight.unsqueeze(1)).sum(0)  # [R, D]
     return Convolved(silu(y), inputs)
 
 

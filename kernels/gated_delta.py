@@ -4,10 +4,10 @@ A row reads its parent's state S, and everything it computes is a fixed function
 
     [Yq, Yk] = [q, k] S;  u = beta v - (alpha beta) Yk;  o = alpha Yq + (q . k) u;  S' = alpha S + k u^T
 
-which is u = beta (v - (alpha S)^T k), o = S'^T q without forming S' for rows that nobody continues. Rows go level by
-level; siblings read their parent's state in one product, and only states with children are formed. Neither the tree
-nor the batch enters a row's arithmetic: the K sum of the product runs in one order for any number of rows from two on
-(q and k make two), which `exactness.py` checks on the build at hand.
+which is u = beta (v - (alpha S)^T k), o = S'^T q without forming S' for rows that nobody continues. Siblings read
+their parent's state in one product. Neither the tree nor the batch enters a row's arithmetic: the K sum of the product
+runs in one order for any number of rows from two on (q and k make two), which `exactness.py` checks on the build at
+hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.kernels.tree import Level, TreeBatch
+from specla.kernels.tree import TreeBatch
 
 
 def verify_exact(
@@ -38,30 +38,19 @@ def verify_exact(
         ValueError: the shapes do not belong together.
     """
     check_shapes(qk, v, g, beta, state, batch)
-    alpha = torch.exp(g)
     if batch.cell_rows is not None:
-        qk, v, alpha, beta = (x.index_select(0, batch.cell_rows) for x in (qk, v, alpha, beta))
-    qk = qk.contiguous()
-    alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)  # [R, HV, 1]
+        qk, v, g, beta = (x.index_select(0, batch.cell_rows) for x in (qk, v, g, beta))
+    if qk.shape[2] != v.shape[1]:
+        qk = qk.repeat_interleave(v.shape[1] // qk.shape[2], 2)
+    alpha, beta = torch.exp(g).unsqueeze(-1), beta.unsqueeze(-1)  # [R, HV, 1]
     wanted, strength = v * beta, alpha * beta
-    reads: list[Tensor] = []
-    factors: list[Tensor] = []
-    for level in batch.levels:
-        read, recalled = _product(level, qk, state)  # [n, HV, V] each
-        if len(batch.levels) == 1:
-            u = torch.addcmul(wanted, recalled, strength, value=-1)
-        else:
-            cells = slice(level.start, level.stop)
-            u = torch.addcmul(wanted[cells], recalled, strength[cells], value=-1)
-        reads.append(read)
-        factors.append(u)
-        if level.inner:
-            state = _inner_states(level, qk, u, alpha, state)
-    read, u = (reads[0], factors[0]) if len(reads) == 1 else (torch.cat(reads), torch.cat(factors))
-    overlap = (qk[:, 0] * qk[:, 1]).sum(-1, keepdim=True)  # [R, H, 1]
-    if overlap.shape[1] != v.shape[1]:
-        overlap = overlap.repeat_interleave(v.shape[1] // overlap.shape[1], 1)
-    o = torch.addcmul(alpha * read, overlap, u)
+    if batch.roots_only:
+        read, recalled = _read_roots(qk, state)
+        u = torch.addcmul(wanted, strength, recalled, value=-1)
+    else:
+        read, u = _walk(qk.contiguous(), wanted, strength, alpha, state, batch)
+    overlap = (qk[:, 0] * qk[:, 1]).sum(-1, keepdim=True)  # [R, HV, 1]
+    o = torch.mul(alpha, read, out=torch.empty_like(u)).addcmul_(overlap, u)
     if batch.row_cells is not None:
         o, u = o.index_select(0, batch.row_cells), u.index_select(0, batch.row_cells)
     return o, u
@@ -85,42 +74,48 @@ def check_shapes(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, 
         )
 
 
-def _product(level: Level, qk: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """q S and k S of the level's cells, S being their parents' states [P, HV, K, V]: two of [n, HV, V]."""
-    parents, value_heads, key_width, value_width = states.shape
-    heads, width = qk.shape[2], level.width
-    if parents == 1 and heads == value_heads:
-        left = qk[level.start : level.stop].view(2 * width, heads, key_width).transpose(0, 1)
-    else:
-        rows = qk.view(-1, key_width).index_select(0, level.qk_index(heads, value_heads))
-        left = rows.view(parents * value_heads, 2 * width, key_width)
-    product = torch.bmm(left, states.view(-1, key_width, value_width))  # [P HV, 2 width, V]
-    if parents == 1:
-        both = product.view(value_heads, width, 2, value_width).permute(2, 1, 0, 3)
-    elif width == 1:
-        both = product.view(parents, value_heads, 2, value_width).permute(2, 0, 1, 3)
-    else:
-        rows = product.view(-1, value_width).index_select(0, level.result_index(value_heads))
-        both = rows.view(2, -1, value_heads, value_width)
-    read, recalled = both.unbind(0)
+def _read_roots(qk: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """q S and k S, both [B, HV, V], of one row a session: plain decoding."""
+    sessions, heads, key_width, value_width = state.shape
+    left = qk.transpose(1, 2).reshape(sessions * heads, 2, key_width)
+    product = torch.bmm(left, state.view(-1, key_width, value_width))  # [B HV, 2, V]
+    read, recalled = product.view(sessions, heads, 2, value_width).unbind(2)
     return read, recalled
 
 
-def _inner_states(level: Level, qk: Tensor, u: Tensor, alpha: Tensor, states: Tensor) -> Tensor:
-    """The states [m, HV, K, V] after the level's m cells that have children; `states` is left as it is."""
-    if level.inner_slice is not None:
-        inner = slice(level.start + level.inner_slice.start, level.start + level.inner_slice.stop)
-        k, decay, u = qk[inner, 1], alpha[inner], u[level.inner_slice]
-    else:
-        index = level.inner_index + level.start
-        k, decay, u = (
-            qk[:, 1].index_select(0, index),
-            alpha.index_select(0, index),
-            u.index_select(0, level.inner_index),
-        )
-    if k.shape[1] != u.shape[1]:
-        k = k.repeat_interleave(u.shape[1] // k.shape[1], 1)
-    if level.parents > 1 and not level.same_parents:
-        states = states.index_select(0, level.parent_of_inner_index)
-    decayed = states * decay.unsqueeze(-1)  # [m, HV, K, V]
-    return decayed.addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
+def _walk(
+    qk: Tensor, wanted: Tensor, strength: Tensor, alpha: Tensor, state: Tensor, batch: TreeBatch
+) -> tuple[Tensor, Tensor]:
+    """q S and u, both [R, HV, V], of all cells; each step forms one state and reads it for all who continue it."""
+    rows, _, heads, key_width = qk.shape
+    value_width = wanted.shape[2]
+    sizes = batch.step_sizes
+    u = torch.empty(rows, heads, value_width)
+    product = torch.empty(heads, rows, 2, value_width)
+    flat_product = product.view(heads, 2 * rows, value_width)
+    flat_qk = qk.view(2 * rows, heads, key_width).transpose(0, 1)  # [HV, 2 R, K]
+    pairs = [2 * size for size in sizes]
+    per_step = zip(
+        batch.steps,
+        flat_qk.split_with_sizes(pairs, 1),
+        flat_product.split_with_sizes(pairs, 1),
+        product[:, :, 1].split_with_sizes(sizes, 1),
+        wanted.transpose(0, 1).split_with_sizes(sizes, 1),
+        strength.transpose(0, 1).split_with_sizes(sizes, 1),
+        u.transpose(0, 1).split_with_sizes(sizes, 1),
+        strict=True,
+    )
+    keys = qk[:, 1].unsqueeze(-1).unbind(0)  # [HV, K, 1] each
+    factors, decays = u.unsqueeze(2).unbind(0), alpha.unsqueeze(-1).unbind(0)  # [HV, 1, V], [HV, 1, 1] each
+    stored = state.unbind(0)
+    before: list[Tensor] = []  # the state that each cell reads, [HV, K, V]
+    for step, left, result, recalled, target, pull, factor in per_step:
+        if step.parent < 0:
+            read_state = stored[step.session]
+        else:
+            parent = step.parent
+            read_state = (before[parent] * decays[parent]).addcmul_(keys[parent], factors[parent])
+        torch.bmm(left, read_state, out=result)
+        torch.addcmul(target, pull, recalled, value=-1, out=factor)  # [HV, size, V]
+        before += [read_state] * (step.stop - step.start)
+    return product[:, :, 0].transpose(0, 1), u

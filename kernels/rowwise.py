@@ -8,6 +8,7 @@ enough to be split over threads. `exactness.py` checks the build at hand.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,11 +50,9 @@ def l2_normalise(qk: Tensor, eps: float = 1e-6) -> Tensor:
     Returns:
         float32 [R, 2, H, K], contiguous.
     """
-    width = float(qk.shape[-1])
     squares = (qk * qk).sum(-1, keepdim=True)  # [R, 2, H, 1]
-    squares += eps
-    squares[:, 0] *= width
-    return qk * squares.rsqrt_()
+    factor, offset = _l2_constants(qk.shape[-1], eps)
+    return qk * torch.addcmul(offset, squares, factor).rsqrt_()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,6 +91,13 @@ def gates(ab: Tensor, parameters: GateParameters) -> tuple[Tensor, Tensor]:
     if parameters.beta_scale != 1.0:
         beta = beta * parameters.beta_scale
     return softplus[:, :heads] * parameters.decay_rate, beta
+
+
+@lru_cache(maxsize=64)
+def _l2_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """For q and k, [2, 1, 1] each, what sum x^2 is multiplied by and what is added: q's K^-1/2 moved under the root."""
+    factor = torch.tensor([float(width), 1.0]).view(2, 1, 1)
+    return factor, factor * eps
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

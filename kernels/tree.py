@@ -1,8 +1,8 @@
 """The rows of one pass: several sessions' topologies side by side, with the indices that the PyTorch forms need.
 
-Rows are numbered session by session, root first, as the sessions' topologies number them. The recurrence walks them
-level by level, so a second order, *cells*, sorts them by depth and inside a depth by parent; for one session whose
-candidates come breadth first, siblings together, both orders are the same and nothing is moved.
+Rows are numbered session by session, root first, as the sessions' topologies number them. The serial
+recurrence wants siblings side by side, so a second order, *cells*, takes each session's rows breadth first; where all
+candidates come in that order already, both are the same and nothing is moved.
 
 A batch depends on shapes alone and is cached: everything here is computed once a shape, not once a pass.
 """
@@ -10,8 +10,9 @@ A batch depends on shapes alone and is cached: everything here is computed once 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,73 +23,15 @@ from specla.kernels.topology import Topology
 _CACHED_BATCHES = 256
 
 
-@dataclass(frozen=True, eq=False)
-class Level:
-    """The cells of one depth and how they find their parents' states.
+class Step(NamedTuple):
+    """Cells that read one state: a session's root, or all children of one cell."""
 
-    `parents` P counts the states that the level reads: all sessions at depth 0, later the cells with children of the
-    level above. Cells are in P groups of siblings, of `width` cells at most. `inner` are the level's own cells that
-    have children, counted from the level's start.
-    """
-
+    session: int
+    """Whose stored state is read; -1 where `parent`'s state is."""
+    parent: int
+    """The cell whose state is read; -1 for a root."""
     start: int
     stop: int
-    parents: int
-    width: int
-    groups: tuple[tuple[int, ...], ...]
-    """For each parent its cells, counted from the batch's first."""
-    inner: tuple[int, ...]
-    parent_of_inner: tuple[int, ...]
-    """For each inner cell the index, below P, of its parent's state."""
-    _indices: dict[tuple[str, int, int], Tensor] = field(default_factory=dict, repr=False)
-
-    @property
-    def even(self) -> bool:
-        """Whether every parent has the same number of children."""
-        return len(self.groups) * self.width == self.stop - self.start
-
-    def qk_index(self, heads: int, value_heads: int) -> Tensor:
-        """int64 [P * HV * width * 2]: rows of qk, seen as [R * 2 * H, K], that the level's product multiplies.
-
-        Groups shorter than `width` repeat their first cell; what comes of it is dropped by `result_index`.
-        """
-        key = ("qk", heads, value_heads)
-        if key not in self._indices:
-            cells = torch.tensor([(*g, *([g[0]] * (self.width - len(g)))) for g in self.groups])  # [P, width]
-            head = torch.arange(value_heads) // (value_heads // heads)
-            pair = cells[:, None, :, None] * 2 + torch.arange(2)  # [P, 1, width, 2]
-            self._indices[key] = (pair * heads + head[None, :, None, None]).reshape(-1)
-        return self._indices[key]
-
-    def result_index(self, value_heads: int) -> Tensor:
-        """int64 [2 * n * HV]: rows of the product, seen as [P * HV * width * 2, V], that hold the n cells' results."""
-        key = ("result", 0, value_heads)
-        if key not in self._indices:
-            place = torch.tensor([(p, i) for p, g in enumerate(self.groups) for i in range(len(g))])  # [n, 2]
-            head = torch.arange(value_heads)
-            row = (place[:, :1] * value_heads + head) * self.width + place[:, 1:]  # [n, HV]
-            self._indices[key] = (row[None] * 2 + torch.arange(2)[:, None, None]).reshape(-1)
-        return self._indices[key]
-
-    @cached_property
-    def inner_index(self) -> Tensor:
-        """`inner` as int64 [m]."""
-        return torch.tensor(self.inner, dtype=torch.int64)
-
-    @cached_property
-    def inner_slice(self) -> slice | None:
-        """`inner` as a slice of the level's cells where it is one."""
-        return _as_slice(self.inner)
-
-    @cached_property
-    def parent_of_inner_index(self) -> Tensor:
-        """`parent_of_inner` as int64 [m]."""
-        return torch.tensor(self.parent_of_inner, dtype=torch.int64)
-
-    @cached_property
-    def same_parents(self) -> bool:
-        """Whether the inner cells' parents are simply the P states in their order."""
-        return self.parent_of_inner == tuple(range(self.parents))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,23 +108,26 @@ class TreeBatch:
         return [offset + r for r in self.topologies[session].path(row)]
 
     @cached_property
+    def levels(self) -> tuple[Tensor, ...]:
+        """The rows of each depth, ascending: int64."""
+        deepest = max(self.depths)
+        return tuple(torch.nonzero(self.depth == depth).flatten() for depth in range(deepest + 1))
+
+    @cached_property
     def cells(self) -> tuple[int, ...]:
-        """[R], the row of each cell: by depth, then by parent, then by row."""
+        """[R], the row of each cell: session by session, breadth first, siblings together."""
         cells: list[int] = []
-        level = [o for o in self.offsets[:-1]]
-        children: list[list[int]] = [[] for _ in range(self.rows)]
-        for row, parent in enumerate(self.parents):
-            if parent >= 0:
-                children[parent].append(row)
-        while level:
-            cells += level
-            level = [child for row in level for child in children[row]]
+        for offset, topology in zip(self.offsets, self.topologies, strict=False):
+            first = len(cells)
+            cells.append(offset)
+            for place in range(len(topology)):
+                cells += [offset + child for child in topology.children[cells[first + place] - offset]]
         return tuple(cells)
 
     @cached_property
     def cell_rows(self) -> Tensor | None:
         """int64 [R], `cells` as a tensor; None where cells and rows are the same."""
-        return None if _is_identity(self.cells) else torch.tensor(self.cells)
+        return None if self.cells == tuple(range(self.rows)) else torch.tensor(self.cells)
 
     @cached_property
     def row_cells(self) -> Tensor | None:
@@ -189,39 +135,24 @@ class TreeBatch:
         return None if self.cell_rows is None else torch.argsort(self.cell_rows)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        """The cells by depth."""
-        cell_of = {row: cell for cell, row in enumerate(self.cells)}
-        parent_cells = [cell_of[self.parents[row]] if self.parents[row] >= 0 else -1 for row in self.cells]
-        has_children = set(parent_cells)
-        levels = []
+    def steps(self) -> tuple[Step, ...]:
+        """The order in which states are read; together the steps cover the cells once, in their order."""
+        steps = []
         start = 0
-        states: list[int] = []  # cells whose states the level reads
-        while start < self.rows:
-            depth = self.depths[self.cells[start]]
-            stop = start
-            while stop < self.rows and self.depths[self.cells[stop]] == depth:
-                stop += 1
-            level = range(start, stop)
-            group_of = {cell: i for i, cell in enumerate(states)}
-            slots = [group_of[parent_cells[cell]] if depth else cell for cell in level]
-            groups: list[list[int]] = [[] for _ in range(len(states) or self.sessions)]
-            for cell, slot in zip(level, slots, strict=True):
-                groups[slot].append(cell)
-            inner = [cell for cell in level if cell in has_children]
-            levels.append(
-                Level(
-                    start=start,
-                    stop=stop,
-                    parents=len(groups),
-                    width=max(map(len, groups)),
-                    groups=tuple(map(tuple, groups)),
-                    inner=tuple(cell - start for cell in inner),
-                    parent_of_inner=tuple(slots[cell - start] for cell in inner),
-                )
-            )
-            states, start = inner, stop
-        return tuple(levels)
+        for session, (offset, topology) in enumerate(zip(self.offsets, self.topologies, strict=False)):
+            steps.append(Step(session, -1, start, start + 1))
+            first, start = start, start + 1
+            for cell in range(first, first + len(topology)):
+                children = len(topology.children[self.cells[cell] - offset])
+                if children:
+                    steps.append(Step(-1, cell, start, start + children))
+                    start += children
+        return tuple(steps)
+
+    @cached_property
+    def step_sizes(self) -> tuple[int, ...]:
+        """The number of cells of each step."""
+        return tuple(step.stop - step.start for step in self.steps)
 
     @cached_property
     def padded(self) -> PaddedTrees:
@@ -300,14 +231,3 @@ def _padded(batch: TreeBatch) -> PaddedTrees:
         places = torch.tensor([b * width + i for b, n in enumerate(sizes) for i in range(n)])
     below = torch.cat((before_root, strict), 2)
     return PaddedTrees(width, rows, places, *(x.unsqueeze(1) for x in (path, below, off_path)))
-
-
-def _is_identity(order: Sequence[int]) -> bool:
-    return all(i == x for i, x in enumerate(order))
-
-
-def _as_slice(indices: Sequence[int]) -> slice | None:
-    """The indices as a slice, if they are consecutive."""
-    if not indices or indices[-1] - indices[0] + 1 != len(indices):
-        return None
-    return slice(indices[0], indices[-1] + 1)
