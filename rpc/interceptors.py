@@ -10,7 +10,7 @@ import secrets
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -25,7 +25,10 @@ log = structlog.get_logger("specla.rpc")
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+else:
+    Handler = grpc.RpcMethodHandler  # generic in its stubs only
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
@@ -111,7 +114,7 @@ def internal_error(where: str, error: BaseException) -> InternalError:
     frames = "".join(traceback.format_tb(error.__traceback__))
     log.error("internal error", error_id=error_id, where=where, type=type(error).__name__, trace=frames)
     return InternalError(
-        "internal error", hint=f"the server's log has it under {error_id}", metadata={"error_id": error_id}
+        "internal error", hint=f"The server's log has it under {error_id}", metadata={"error_id": error_id}
     )
 
 

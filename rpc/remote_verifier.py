@@ -46,7 +46,7 @@ class RemoteVerifier:
         except DeadlineError:
             await channel.close()
             raise ServiceUnavailableError(
-                f"no verifier answers at {address}", hint="start one there, or mend the address"
+                f"no verifier answers at {address}", hint="Start one there, or mend the address"
             ) from None
         except BaseException:
             await channel.close()

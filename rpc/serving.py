@@ -57,18 +57,18 @@ class ServingConfig:
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError("port", f"port {self.port} does not exist", hint="0 to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidRequestError("tls_cert", "TLS needs both a certificate and a key", hint="give both or none")
+            raise InvalidRequestError("tls_cert", "TLS needs both a certificate and a key", hint="Give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise InvalidRequestError("tls_client_ca", "client certificates need TLS", hint="give tls_cert and tls_key")
+            raise InvalidRequestError("tls_client_ca", "client certificates need TLS", hint="Give tls_cert and tls_key")
         if self.max_concurrent_calls < 1:
-            raise InvalidRequestError("max_concurrent_calls", "no call would be served", hint="at least 1")
+            raise InvalidRequestError("max_concurrent_calls", "no call would be served", hint="At least 1")
         if not 0 <= self.drain_s < float("inf"):
-            raise InvalidRequestError("drain_s", "not a time", hint="seconds, 0 or more")
+            raise InvalidRequestError("drain_s", "not a time", hint="Seconds, 0 or more")
         if self.tls_cert is None and not self.insecure and not is_loopback(self.host):
             raise InvalidRequestError(
                 "host",
                 f"{self.host} is reachable from other machines and would be served in plain text",
-                hint="give tls_cert and tls_key, or say insecure inside a network you trust",
+                hint="Give tls_cert and tls_key, or say insecure inside a network you trust",
             )
 
 
@@ -132,19 +132,24 @@ class GrpcServer:
             self.port = 0
         if self.port == 0:
             raise ServiceUnavailableError(
-                f"cannot listen on {wanted}", hint="another program has the port; choose another one, or 0 for any"
+                f"cannot listen on {wanted}", hint="Another program has the port; choose another one, or 0 for any"
             )
         await self._server.start()
 
-    async def stop(self) -> None:
-        """Refuse new calls, let those in hand end for `drain_s`, then cancel them and await their ends."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuse new calls, let those in hand end for a time, then cancel them and await their ends. Harmless twice.
+
+        Args:
+            grace_s: how long they may take, seconds; None: the config's `drain_s`.
+        """
         if self._stopped is None:
-            self._stopped = asyncio.create_task(self._stop())
+            grace = self.config.drain_s if grace_s is None else grace_s
+            self._stopped = asyncio.create_task(self._stop(grace))
         await asyncio.shield(self._stopped)
 
-    async def _stop(self) -> None:
+    async def _stop(self, grace_s: float) -> None:
         self._health.drain()
-        await self._server.stop(self.config.drain_s)
+        await self._server.stop(grace_s)
         if self._guard.calls:
             await asyncio.wait(list(self._guard.calls), timeout=_ABORT_GRACE_S)
         if self._guard.calls:

@@ -14,7 +14,7 @@ class Answer(NamedTuple):
     """What became of a draft that got no pass."""
 
     seq: int
-    outcome: verifier_pb2.Outcome.ValueType
+    outcome: verifier_pb2.Outcome
 
 
 class DraftBox:
@@ -42,7 +42,7 @@ class DraftBox:
             raise InvalidRequestError(
                 "topology.assumed",
                 f"base_len {draft.base_len} with {len(draft.assumed)} assumed tokens, but {len(tokens)} are committed",
-                hint="assume every token from the committed length to base_len",
+                hint="Assume every token from the committed length to base_len",
             )
         if draft.base_len < len(tokens) or not _comes_true(draft, tokens):
             return [Answer(draft.seq, verifier_pb2.OUTCOME_STALE)]
@@ -51,7 +51,7 @@ class DraftBox:
                 raise InvalidRequestError(
                     "topology.root_token",
                     f"the root is not the token at position {draft.base_len - 1}",
-                    hint="take it from the last verdict",
+                    hint="Take it from the last verdict",
                 )
             answers = self._supersede(self.current)
             self.current = draft

@@ -95,7 +95,7 @@ def check_session_id(session_id: bytes) -> bytes:
     """Raises InvalidRequestError unless it has 16 bytes."""
     if len(session_id) != SESSION_ID_BYTES:
         raise InvalidRequestError(
-            "session_id", f"a session id has {SESSION_ID_BYTES} bytes, not {len(session_id)}", hint="draw 16 at random"
+            "session_id", f"a session id has {SESSION_ID_BYTES} bytes, not {len(session_id)}", hint="Draw 16 at random"
         )
     return session_id
 
@@ -110,12 +110,12 @@ def check_start(session_id: bytes, start: verifier_pb2.Start, limits: Limits) ->
     """
     prompt_ids, resumed_ids = list(start.prompt_ids), list(start.resumed_ids)
     if not prompt_ids:
-        raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="give at least one token")
+        raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
     if len(prompt_ids) + len(resumed_ids) > limits.max_prompt_tokens:
         raise PromptTooLongError(
             "prompt_ids",
             f"the prompt has {len(prompt_ids)} tokens and {len(resumed_ids)} resumed ones",
-            hint=f"together at most {limits.max_prompt_tokens}",
+            hint=f"Together at most {limits.max_prompt_tokens}",
             metadata={"max_prompt_tokens": str(limits.max_prompt_tokens)},
         )
     check_ids("prompt_ids", prompt_ids, limits.vocab_size)
@@ -123,21 +123,21 @@ def check_start(session_id: bytes, start: verifier_pb2.Start, limits: Limits) ->
     if start.numerics_id and start.numerics_id != limits.numerics_id and not start.allow_other_numerics:
         raise NumericsMismatchError(
             "the text was begun under other numerics than this verifier's",
-            hint="find a verifier of the same numerics_id, or allow other numerics",
+            hint="Find a verifier of the same numerics_id, or allow other numerics",
             metadata={"wanted": start.numerics_id[:200], "here": limits.numerics_id[:200]},
         )
     time_left_s = None
     if start.HasField("time_left"):
         time_left_s = start.time_left.seconds + start.time_left.nanos * 1e-9
         if time_left_s <= 0:
-            raise DeadlineError("no time is left of the caller's deadline", hint="allow more time")
+            raise DeadlineError("no time is left of the caller's deadline", hint="Allow more time")
     sampling = check_sampling(start.sampling, limits.vocab_size)
     stopping = check_stopping(start.stopping, limits)
     if len(resumed_ids) >= stopping.max_tokens:
         raise InvalidRequestError(
             "resumed_ids",
             f"{len(resumed_ids)} resumed tokens leave nothing of max_tokens {stopping.max_tokens}",
-            hint="resume with fewer tokens than max_tokens",
+            hint="Resume with fewer tokens than max_tokens",
         )
     return OpenRequest(
         session_id=session_id,
@@ -155,7 +155,7 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and max(ids) >= vocab_size:
         place = next(i for i, token in enumerate(ids) if token >= vocab_size)
         raise InvalidRequestError(
-            f"{field}[{place}]", "the id is outside the vocabulary", hint=f"give ids from 0 to {vocab_size - 1}"
+            f"{field}[{place}]", "the id is outside the vocabulary", hint=f"Give ids from 0 to {vocab_size - 1}"
         )
 
 
@@ -185,14 +185,14 @@ def check_sampling(sampling: common_pb2.Sampling, vocab_size: int) -> SamplingPa
         params.validate(vocab_size)
     except SamplingError as error:
         raise InvalidRequestError(
-            f"sampling.{error.field}", f"{error.field} is {error.what}", hint=f"give {error.allowed}"
+            f"sampling.{error.field}", f"{error.field} is {error.what}", hint=f"Give {error.allowed}"
         ) from None
     if params.top_logprobs is not None and params.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(
             "sampling.top_logprobs", f"top_logprobs is {params.top_logprobs}", hint=f"0 to {MAX_TOP_LOGPROBS}"
         )
     if not params.is_greedy and "seed" not in given:
-        raise InvalidRequestError("sampling.seed", "a sampled text needs a seed", hint="draw one of 64 bits")
+        raise InvalidRequestError("sampling.seed", "a sampled text needs a seed", hint="Draw one of 64 bits")
     return params
 
 
@@ -207,7 +207,7 @@ def check_stopping(stopping: common_pb2.Stopping, limits: Limits) -> Stopping:
         raise InvalidRequestError(
             "stopping.max_tokens",
             f"max_tokens is {max_tokens}",
-            hint=f"give 1 to {limits.max_new_tokens}",
+            hint=f"Give 1 to {limits.max_new_tokens}",
             metadata={"max_new_tokens": str(limits.max_new_tokens)},
         )
     checked = Stopping(
@@ -245,7 +245,7 @@ def check_attach(attach: verifier_pb2.Attach, keep: FeatureWindow | None, commit
     """
     if attach.have_len > committed_len:
         raise InvalidRequestError(
-            "attach.have_len", f"the session has {committed_len} tokens, not {attach.have_len}", hint="start from 0"
+            "attach.have_len", f"the session has {committed_len} tokens, not {attach.have_len}", hint="Start from 0"
         )
     if attach.top_k > MAX_TOP_K:
         raise InvalidRequestError("attach.top_k", f"top_k is {attach.top_k}", hint=f"0 to {MAX_TOP_K}")
@@ -257,7 +257,7 @@ def check_attach(attach: verifier_pb2.Attach, keep: FeatureWindow | None, commit
             raise InvalidRequestError(
                 "attach.want.layers",
                 f"the session does not keep the features of layers {missing[:8]}",
-                hint="the coordinator names them in Start.keep",
+                hint="The coordinator names them in Start.keep",
             )
         want = FeatureWindow(tuple(attach.want.layers), attach.want.window)
     return AttachRequest(attach.attach_token, attach.have_len, want, attach.top_k)
@@ -281,21 +281,21 @@ def check_draft(seq: int, topology: verifier_pb2.Topology, limits: Limits) -> Dr
     check_ids("topology.root_token", (topology.root_token,), limits.vocab_size)
     if len(log_probs) != len(tokens):
         raise InvalidRequestError(
-            "topology.log_probs", f"{len(log_probs)} for {len(tokens)} candidates", hint="give one a candidate"
+            "topology.log_probs", f"{len(log_probs)} for {len(tokens)} candidates", hint="Give one a candidate"
         )
     for place, log_prob in enumerate(log_probs):
         if not log_prob <= 0:  # written so that NaN is refused too
             what = "NaN" if math.isnan(log_prob) else "positive"
             raise InvalidRequestError(
-                f"topology.log_probs[{place}]", f"the log-probability is {what}", hint="give 0 or less"
+                f"topology.log_probs[{place}]", f"the log-probability is {what}", hint="Give 0 or less"
             )
     if assumed and assumed[-1] != topology.root_token:
         raise InvalidRequestError(
-            "topology.assumed", "the last assumed token is not the root", hint="end assumed with root_token"
+            "topology.assumed", "the last assumed token is not the root", hint="End assumed with root_token"
         )
     if topology.base_len < max(1, len(assumed)):
         raise InvalidRequestError(
-            "topology.base_len", f"base_len {topology.base_len} leaves no root", hint="count prompt and output"
+            "topology.base_len", f"base_len {topology.base_len} leaves no root", hint="Count prompt and output"
         )
     return Draft(
         seq=seq,

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Mailbox:
@@ -14,6 +14,9 @@ class Mailbox:
         self._clock = clock
         self._has_work = threading.Condition()
         self._work: list[Work] = []
+
+    def __len__(self) -> int:
+        return len(self._work)
 
     def post(self, work: Work) -> None:
         """Have `work` done on the scheduler's thread, in the order of posting."""

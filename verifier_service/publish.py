@@ -97,7 +97,7 @@ class LinkEnd(Generic[In, Out]):
             self._unread.append(item)
             overfull = len(self._unread) > MAX_UNREAD
         if overfull:
-            self.end(CapacityError("too many unread items on this link", retry_after_s=1.0, hint="read what arrives"))
+            self.end(CapacityError("too many unread items on this link", retry_after_s=1.0, hint="Read what arrives"))
 
     def end(self, error: SpeclaError | None) -> None:
         """Scheduler: nothing more will come; what is unread stays readable."""
@@ -108,18 +108,19 @@ class LinkEnd(Generic[In, Out]):
         if error is not None:
             self._hang_up(self)
 
-    def flush(self) -> None:
-        """Scheduler: wake the reader if there is something new. Never called with a lock held."""
+    def flush(self) -> bool:
+        """Scheduler: wake the reader if there is something new; whether there was. No lock is held meanwhile."""
         with self._lock:
             is_new, self._is_new = self._is_new, False
         if not is_new:
-            return
+            return False
         try:
             self._wake()
         except Exception as error:  # the reader's fault must not end the scheduler
             with self._lock:
                 self._ended, self._lost = True, internal_error("wake of a link", error)
             self._hang_up(self)
+        return True
 
 
 CoordinatorEnd = LinkEnd[SessionCommand, SessionEvent]
@@ -172,4 +173,4 @@ def _merge_features(old: verifier_pb2.Features, new: verifier_pb2.Features) -> N
 
 def unavailable(why: str) -> ServiceUnavailableError:
     """What sessions and links are told when this verifier goes away."""
-    return ServiceUnavailableError(why, hint="another verifier can go on with the tokens so far")
+    return ServiceUnavailableError(why, hint="Another verifier can go on with the tokens so far")

@@ -1,0 +1,138 @@
+"""What a coordinator asks for, done: sessions opened, credited, stopped, cancelled; attach tokens minted."""
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from specla.rpc.errors import InvalidRequestError, ServiceUnavailableError, SpeclaError
+from specla.rpc.interceptors import internal_error
+from specla.rpc.status import to_status
+from specla.v1 import verifier_pb2
+from specla.v1.verifier_pb2 import SessionCommand, SessionEvent
+from specla.verifier_service.drafting import DraftDesk
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.intake import Limits, check_session_id, check_start
+from specla.verifier_service.publish import CoordinatorEnd
+from specla.verifier_service.roster import LiveSession, Roster
+
+_TOKEN_BYTES = 16
+
+
+class CommandDesk:
+    """Runs the commands of all coordinators, one by one; a faulty one is answered and changes nothing.
+
+    Args:
+        engine: opens sessions.
+        roster: where they are entered.
+        drafts: detaches drafters.
+        limits: what is accepted.
+        clock: seconds.
+        verifier_id: told to drafters with each attach token.
+        address: where drafters reach this verifier; asked for when a token is minted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        roster: Roster,
+        drafts: DraftDesk,
+        limits: Limits,
+        clock: Callable[[], float],
+        verifier_id: str,
+        address: Callable[[], str],
+    ):
+        self._engine = engine
+        self._roster = roster
+        self._drafts = drafts
+        self._limits = limits
+        self._clock = clock
+        self._verifier_id = verifier_id
+        self._address = address
+        self.draining = False  # no new sessions
+
+    def handle_all(self, end: CoordinatorEnd, commands: Sequence[SessionCommand]) -> None:
+        """Run the commands of one message."""
+        for command in commands:
+            self.handle(end, command)
+
+    def handle(self, end: CoordinatorEnd, command: SessionCommand) -> None:
+        """Run one command; whatever is wrong with it is answered on the same link."""
+        error: SpeclaError
+        try:
+            check_session_id(command.session_id)
+            self._dispatch(end, command)
+            return
+        except SpeclaError as refused:
+            error = refused
+        except Exception as fault:
+            error = internal_error("session command", fault)
+        end.put(SessionEvent(session_id=command.session_id[:64], failed=to_status(error)))
+
+    def _dispatch(self, end: CoordinatorEnd, command: SessionCommand) -> None:
+        kind = command.WhichOneof("command")
+        if kind is None:
+            raise InvalidRequestError("command", "the command says nothing", hint="Set one of the oneof's fields")
+        if kind == "start":
+            self._start(end, command.session_id, command.start)
+            return
+        live = self._roster.find(command.session_id)
+        if not isinstance(live, LiveSession):
+            return  # it ended while the command was on its way
+        if live.owner is not end:
+            raise InvalidRequestError(
+                "session_id", "the session belongs to another stream", hint="Send commands where it was opened"
+            )
+        if kind == "credit":
+            live.credit = max(live.credit, command.credit.up_to_len)
+            live.moved_at = self._clock()
+        elif kind == "stop":
+            self._stop(live, command.stop.at_len)
+        elif kind == "cancel":
+            self._roster.cancel(live)
+        elif kind == "issue_attach":
+            self._issue_attach(live)
+        else:
+            live.attach_token = None
+            self._drafts.detach(live, verifier_pb2.CLOSED_REASON_REVOKED)
+
+    def _start(self, end: CoordinatorEnd, session_id: bytes, start: verifier_pb2.Start) -> None:
+        if self.draining:
+            raise ServiceUnavailableError("the verifier is shutting down", hint="Open the session elsewhere")
+        if self._roster.knows(session_id):
+            raise InvalidRequestError("session_id", "the session id has been used", hint="Draw 16 bytes at random")
+        request = check_start(session_id, start, self._limits)
+        session = self._engine.open(
+            session_id, request.prompt_ids, request.resumed_ids, request.sampling, request.stopping, request.keep
+        )
+        now = self._clock()
+        self._roster.add(
+            LiveSession(
+                session=session,
+                owner=end,
+                sampling=start.sampling,
+                deadline=None if request.time_left_s is None else now + request.time_left_s,
+                opened_at=now,
+                moved_at=now,
+            )
+        )
+        end.put(SessionEvent(session_id=session_id, opened=verifier_pb2.Opened()))
+
+    def _stop(self, live: LiveSession, at_len: int) -> None:
+        session = live.session
+        if not session.prompt_len <= at_len <= session.committed_len:
+            raise InvalidRequestError(
+                "stop.at_len",
+                f"the text cannot have ended at length {at_len}",
+                hint=f"Give {session.prompt_len} to {session.committed_len}",
+            )
+        self._roster.stop(live, at_len)
+
+    def _issue_attach(self, live: LiveSession) -> None:
+        live.epoch += 1
+        live.attach_token = secrets.token_bytes(_TOKEN_BYTES)
+        issued = verifier_pb2.AttachIssued(
+            attach_token=live.attach_token,
+            epoch=live.epoch,
+            verifier_id=self._verifier_id,
+            verifier_address=self._address(),
+        )
+        live.owner.put(SessionEvent(session_id=live.session_id, attach_issued=issued))

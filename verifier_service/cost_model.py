@@ -1,0 +1,134 @@
+"""Which candidates are worth a pass: the set with the most expected tokens a second, down to none at all.
+
+With B sessions in a pass and candidates of path probability P_i (the product of calibrated chances from the root
+down), verifying the n most likely ones yields B + P_1 + .. + P_n tokens in the time of B + n rows. Path probabilities
+never rise on the way down, so the best n are closed under ancestors. What is left out never changes the text.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+_RECENT = 7  # passes whose median says how loaded the machine is now
+_SLOW = 0.02  # how quickly a number of rows gets a figure of its own
+_MAX_JUMP = 2.0  # a pass that took longer than so many times the forecast was disturbed
+_MAX_SESSIONS = 8  # passes of more sessions share one correction
+_FIRST_BUDGET = 16
+_LEAST_BUDGET = 4
+_MEAN_SHARE = 0.125
+
+
+class PassTimes:
+    """Forecasts the duration of a pass from its rows, measured at the start and corrected by every pass since.
+
+    Args:
+        table: rows to seconds, at least one entry; between them the forecast is linear, beyond them it goes on at
+            the last slope.
+    """
+
+    def __init__(self, table: Mapping[int, float]):
+        assert table, "at least one measured pass"
+        self._rows = sorted(table)
+        self._seconds = [table[rows] for rows in self._rows]
+        self._load = 1.0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._corrections: dict[tuple[int, int], float] = {}
+        self._base: list[float] = [0.0]
+
+    def predict(self, rows: int, sessions: int = 1) -> float:
+        """Seconds that a pass of so many rows of so many sessions takes now."""
+        while len(self._base) <= rows:
+            self._base.append(self._measured(len(self._base)))
+        return self._base[rows] * self._corrections.get(self._key(rows, sessions), 1.0) * self._load
+
+    def observe(self, rows: int, sessions: int, seconds: float) -> float:
+        """Learn from a pass; returns its duration as it counts, a disturbed pass being cut to twice the forecast."""
+        forecast = self.predict(rows, sessions)
+        ratio = min(max(seconds / forecast, 1 / _MAX_JUMP), _MAX_JUMP)
+        key = self._key(rows, sessions)
+        self._corrections[key] = self._corrections.get(key, 1.0) * ratio**_SLOW
+        self._recent.append(self._load * seconds / forecast)
+        self._load = median(self._recent)
+        return min(seconds, _MAX_JUMP * forecast)
+
+    def _key(self, rows: int, sessions: int) -> tuple[int, int]:
+        place = min(bisect_left(self._rows, rows), len(self._rows) - 1)
+        return place, min(sessions, _MAX_SESSIONS)
+
+    def _measured(self, rows: int) -> float:
+        if rows <= self._rows[0] or len(self._rows) == 1:
+            return self._seconds[0]
+        place = min(bisect_left(self._rows, rows), len(self._rows) - 1)
+        low, high = self._rows[place - 1], self._rows[place]
+        slope = (self._seconds[place] - self._seconds[place - 1]) / (high - low)
+        return max(self._seconds[place - 1] + slope * (rows - low), self._seconds[0])
+
+
+class Prospect(NamedTuple):
+    """What one session offers to a pass: the chance of each candidate given its parent, and how deep it may go."""
+
+    parents: Sequence[int]  # candidate index, -1 for the root
+    chances: Sequence[float]
+    max_depth: int  # candidates deeper than this could not be committed
+
+
+def choose(prospects: Sequence[Prospect], times: PassTimes, max_rows: int) -> list[list[int]]:
+    """For each session of the pass the candidates to verify, ascending; closed under ancestors.
+
+    Args:
+        prospects: one a session; empty lists for a session without a draft.
+        times: forecasts.
+        max_rows: of the whole pass, roots included.
+    """
+    sessions = len(prospects)
+    ranked: list[tuple[float, int, int]] = []  # negative path probability, session, candidate
+    for i, (parents, chances, max_depth) in enumerate(prospects):
+        reach: list[float] = []
+        depth: list[int] = []
+        for node, parent in enumerate(parents):
+            depth.append(1 if parent < 0 else depth[parent] + 1)
+            reach.append(chances[node] if parent < 0 else reach[parent] * chances[node])
+            if depth[node] <= max_depth:
+                ranked.append((-reach[node], i, node))
+    ranked.sort()
+    del ranked[max(0, max_rows - sessions) :]
+    tokens = float(sessions)
+    best_rate, best_count = tokens / times.predict(sessions, sessions), 0
+    for count, (negative, _, _) in enumerate(ranked, start=1):
+        tokens -= negative
+        rate = tokens / times.predict(sessions + count, sessions)
+        if rate > best_rate:
+            best_rate, best_count = rate, count
+    kept: list[list[int]] = [[] for _ in prospects]
+    for _, i, node in ranked[:best_count]:
+        kept[i].append(node)
+    for nodes in kept:
+        nodes.sort()
+    return kept
+
+
+class NodeBudget:
+    """How many candidates a drafter should send: room for twice what proved worth verifying.
+
+    Args:
+        most: candidates that fit into one session's pass.
+
+    Attributes:
+        nodes: the budget now.
+        mean_kept: running mean of the candidates that a drafted pass verifies.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self.nodes = min(_FIRST_BUDGET, most)
+        self.mean_kept = float(min(_LEAST_BUDGET, most))
+
+    def observe(self, drafted: int, kept: int) -> None:
+        """Learn from a draft and what was kept of it."""
+        self.mean_kept += _MEAN_SHARE * (kept - self.mean_kept)
+        if kept >= self.nodes:
+            self.nodes = min(2 * self.nodes, self._most)
+        elif drafted > 0 and kept < self.nodes // 4:
+            self.nodes = max(min(_LEAST_BUDGET, self._most), self.nodes - 1)

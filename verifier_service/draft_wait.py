@@ -1,0 +1,80 @@
+"""How long a session may sit out passes for its drafter: never longer than the wait can gain, and never often in vain.
+
+A drafted pass yields some tokens; plain decoding would take that many plain passes. What is left of this time after
+the drafted pass itself is the most that a wait for the draft can gain, and so the most that it may last. Waits that
+brought nothing add up; once they have eaten their allowance the session waits no more until decoding has earned a
+new one. All times are seconds of the caller's clock, so that tests turn it by hand.
+"""
+
+ALLOWED_SHARE = 0.02  # of decode time, lost to waits that brought nothing
+ALLOWED_S = 0.02  # beside that, once
+WORTH_WAITING_S = 1e-3  # with less than this left there is no point in waiting
+
+FIRST_TOKENS_PER_PASS = 2.0  # believed of a drafter that has shown nothing yet
+SMOOTHING = 0.125
+
+
+class DraftWait:
+    """One session's patience with one drafter.
+
+    Args:
+        max_wait_s: longest single wait.
+
+    Attributes:
+        tokens_per_pass: running mean of the tokens that a drafted pass commits, the bonus token included.
+        decode_s: time of the passes so far.
+        wasted_s: time of the waits that brought nothing.
+    """
+
+    def __init__(self, max_wait_s: float):
+        self.tokens_per_pass = FIRST_TOKENS_PER_PASS
+        self.decode_s = 0.0
+        self.wasted_s = 0.0
+        self._max_wait_s = max_wait_s
+        self._since: float | None = None
+        self._until = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """How much more may be wasted now."""
+        return ALLOWED_S + ALLOWED_SHARE * self.decode_s - self.wasted_s
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the session must decode without waiting."""
+        return self.left_s < WORTH_WAITING_S
+
+    def limit(self, plain_s: float, drafted_s: float) -> float:
+        """The longest wait that can pay off: what the draft's pass would save, capped."""
+        if self.exhausted:
+            return 0.0
+        gain = self.tokens_per_pass * plain_s - drafted_s
+        return max(0.0, min(gain, self._max_wait_s, self.left_s))
+
+    def until(self, now: float, plain_s: float, drafted_s: float) -> float:
+        """When the wait that began at the first call since the last pass ends; `now` if it should not be."""
+        if self._since is None:
+            self._since, self._until = now, now + self.limit(plain_s, drafted_s)
+        return self._until
+
+    def settle(self, now: float, *, drafted: bool, tokens: int, pass_s: float, plain_s: float) -> float:
+        """Account for a pass that has just run, and for the wait before it.
+
+        Args:
+            now: when the pass began.
+            drafted: whether a draft was there for it.
+            tokens: what it committed.
+            pass_s: how long it took.
+            plain_s: how long plain decoding's pass would have taken.
+
+        Returns:
+            How long the session had waited.
+        """
+        waited = 0.0 if self._since is None else max(0.0, now - self._since)
+        self._since = None
+        gained = max(0.0, tokens * plain_s - pass_s) if drafted else 0.0
+        self.wasted_s += max(0.0, waited - gained)
+        self.decode_s += pass_s
+        if drafted:
+            self.tokens_per_pass += SMOOTHING * (tokens - self.tokens_per_pass)
+        return waited

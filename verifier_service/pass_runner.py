@@ -1,0 +1,205 @@
+"""One pass: choose who takes part, decide how much of each draft is worth it, run, tell everybody.
+
+Speculation as the verifier sees it: a draft is taken from its box, trimmed to what pays, verified, and what was
+accepted is committed. A session without a draft decodes one token, after a wait that may pay off (draft_wait.py).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from specla.kernels.sampling import RowLogprobs
+from specla.kernels.topology import Topology
+from specla.rpc.errors import SpeclaError
+from specla.rpc.interceptors import internal_error
+from specla.v1 import common_pb2, verifier_pb2
+from specla.v1.verifier_pb2 import SessionEvent
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.cost_model import PassTimes, Prospect, choose
+from specla.verifier_service.drafting import DraftDesk
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.intake import Draft
+from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.roster import LiveSession, Roster
+
+_NO_DRAFT = Prospect((), (), 0)
+
+
+class Part(NamedTuple):
+    """One session's part of the pass that is about to run.
+
+    Attributes:
+        live: the session.
+        draft: what its drafter sent for this length, None if nothing.
+        kept: which of its candidates are verified, ascending.
+    """
+
+    live: LiveSession
+    draft: Draft | None
+    kept: Sequence[int]
+
+    def item(self) -> PassItem:
+        """What the engine is given."""
+        attachment = self.live.attachment
+        top_k = attachment.top_k if attachment is not None else 0
+        draft = self.draft
+        if draft is None or not self.kept:
+            return PassItem(self.live.session, Topology.root_only(), (), top_k)
+        if len(self.kept) == len(draft.tokens):
+            return PassItem(self.live.session, draft.topology, draft.tokens, top_k)
+        place = {node: i for i, node in enumerate(self.kept)}
+        parents = [place[draft.parents[node]] if draft.parents[node] >= 0 else -1 for node in self.kept]
+        tokens = [draft.tokens[node] for node in self.kept]
+        return PassItem(self.live.session, Topology.from_wire(parents), tokens, top_k)
+
+
+class PassRunner:
+    """Chooses and runs passes on the scheduler's thread.
+
+    Args:
+        engine: runs them.
+        roster: the sessions.
+        drafts: tells drafters what came out.
+        config: limits of a pass.
+        clock: seconds.
+
+    Attributes:
+        times: forecasts of pass durations.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        roster: Roster,
+        drafts: DraftDesk,
+        config: VerifierConfig,
+        clock: Callable[[], float],
+    ):
+        self.times = PassTimes({1: 0.01})
+        self._engine = engine
+        self._roster = roster
+        self._drafts = drafts
+        self._max_batch_rows = config.max_batch_rows
+        self._clock = clock
+
+    def run(self) -> float | None:
+        """Run a pass, if one is due.
+
+        Returns:
+            None after a pass; otherwise when one may be due without further mail, infinity for never.
+        """
+        ready = [live for live in self._roster if live.may_run]
+        chosen, due = self._choose(ready, self._clock())
+        if not chosen:
+            return due
+        self._run(self._plan(chosen))
+        return None
+
+    def _choose(self, ready: Sequence[LiveSession], now: float) -> tuple[list[LiveSession], float]:
+        """Who takes part now, and, if nobody does, when the first wait ends."""
+        plain_s = self.times.predict(len(ready), len(ready)) if ready else 0.0
+        going, waiting = [], []
+        for live in ready:
+            attachment = live.attachment
+            if attachment is None or attachment.drafts.current is not None or not attachment.owes:
+                going.append(live)
+                continue
+            drafted_s = self.times.predict(len(ready) + round(attachment.budget.mean_kept), len(ready))
+            until = attachment.wait.until(now, plain_s, drafted_s)
+            if until > now:
+                waiting.append((until, live))
+            else:
+                going.append(live)
+        if not going:
+            return [], min((until for until, _ in waiting), default=math.inf)
+        # A session may sit this pass out only if it ends before the session's patience does.
+        back_at = now + self.times.predict(len(going), len(going))
+        return going + [live for until, live in waiting if until < back_at], now
+
+    def _plan(self, chosen: Sequence[LiveSession]) -> list[Part]:
+        drafts = [live.attachment.drafts.take() if live.attachment is not None else None for live in chosen]
+        prospects = [_prospect(live, draft) for live, draft in zip(chosen, drafts, strict=True)]
+        kept = choose(prospects, self.times, self._max_batch_rows)
+        return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        started = self._clock()
+        try:
+            results = self._engine.run_pass([part.item() for part in parts])
+        except Exception as fault:
+            error = fault if isinstance(fault, SpeclaError) else internal_error("pass", fault)
+            for part in parts:
+                self._roster.fail(part.live, error)
+            return
+        ended = self._clock()
+        sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
+        counted_s = self.times.observe(sessions + nodes, sessions, ended - started)
+        for part, result in zip(parts, results, strict=True):
+            if result.error is not None:
+                self._roster.fail(part.live, result.error)
+                continue
+            self._account(part, result, started, counted_s, sessions, nodes)
+            self._tell(part, result, ended)
+
+    def _account(
+        self, part: Part, result: PassResult, started: float, counted_s: float, sessions: int, nodes: int
+    ) -> None:
+        """Learn from the pass what this session's drafter is worth."""
+        attachment = part.live.attachment
+        if attachment is None:
+            return
+        plain_s = self.times.predict(sessions, sessions)
+        committed_len = part.live.session.committed_len
+        if part.draft is not None:
+            attachment.calibrator.observe(part.draft, result.tokens)
+            attachment.budget.observe(len(part.draft.tokens), len(part.kept))
+        waited_s = attachment.wait.settle(
+            started, drafted=part.draft is not None, tokens=len(result.tokens), pass_s=counted_s, plain_s=plain_s
+        )
+        # All sessions of the pass waited for its longer duration; each drafter answers for its candidates' share.
+        longer_s = max(0.0, counted_s - plain_s) * sessions * len(part.kept) / nodes if nodes else 0.0
+        attachment.guard.record(
+            committed_len,
+            gained_s=len(result.accepted_nodes) * plain_s,
+            cost_s=longer_s + waited_s + attachment.overhead_s,
+            decode_s=counted_s,
+        )
+        attachment.overhead_s = 0.0
+        if waited_s > 0 and attachment.wait.exhausted and not attachment.guard.paused:
+            attachment.guard.pause(committed_len)
+
+    def _tell(self, part: Part, result: PassResult, now: float) -> None:
+        live = part.live
+        live.moved_at = now
+        committed = verifier_pb2.Committed(
+            offset=result.base_len,
+            tokens=result.tokens,
+            drafted=result.drafted,
+            passes=[verifier_pb2.PassCount(tokens=len(result.tokens), drafted=len(part.kept))],
+            logprobs=[_logprobs_message(entry) for entry in result.logprobs or ()],
+        )
+        live.owner.put(SessionEvent(session_id=live.session_id, committed=committed))
+        self._drafts.report(
+            live,
+            seq=part.draft.seq if part.draft is not None else None,
+            base_len=result.base_len,
+            accepted_nodes=[part.kept[node] for node in result.accepted_nodes],
+            top=result.top,
+            seconds=result.seconds,
+        )
+        if result.finish is not None:
+            self._roster.finish(live, result.finish)
+
+
+def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:
+    """What a draft offers; candidates that neither credit nor max_tokens leave room for are worth nothing."""
+    if draft is None or live.attachment is None:
+        return _NO_DRAFT
+    session = live.session
+    room = min(live.credit - session.committed_len, session.stopping.max_tokens - session.completion_len)
+    return Prospect(draft.parents, live.attachment.calibrator.probabilities(draft.log_probs), room - 1)
+
+
+def _logprobs_message(entry: RowLogprobs) -> common_pb2.TokenLogprobs:
+    top = [common_pb2.TokenLogprob(id=token, logprob=logprob) for token, logprob in entry.top]
+    return common_pb2.TokenLogprobs(chosen=entry.chosen, top=top)

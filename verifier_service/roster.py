@@ -1,0 +1,183 @@
+"""The sessions that live in a verifier, and those that have just ended: the one place where slots are freed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import structlog
+
+from specla.rpc.errors import DeadlineError, SessionCancelledError, SpeclaError, UnknownSessionError
+from specla.rpc.status import to_status
+from specla.v1 import common_pb2, verifier_pb2
+from specla.verifier_service.acceptance import Finish, FinishReason
+from specla.verifier_service.attachment import Attachment
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.publish import CoordinatorEnd
+from specla.verifier_service.session import Session
+
+log = structlog.get_logger("specla.verifier")
+
+REMEMBERED_S = 60.0  # late items of a session that has ended get Closed for so long
+
+_REASONS = {
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_ID: common_pb2.FINISH_REASON_STOP_ID,
+}
+
+
+@dataclass(eq=False, kw_only=True)
+class LiveSession:
+    """A session as the scheduler sees it.
+
+    Attributes:
+        session: the engine's part.
+        owner: link of the coordinator that opened it.
+        sampling: as the coordinator sent it; drafters are told.
+        deadline: when the caller's time is over, None for never.
+        opened_at: time of its opening.
+        credit: length up to which it may commit tokens.
+        moved_at: when it last committed tokens or was allowed to.
+        prefill_s: time spent on its prefill so far.
+        epoch: of the last attach token minted.
+        attach_token: the one that counts, None if none does.
+        attachment: the drafter, if one is attached.
+    """
+
+    session: Session
+    owner: CoordinatorEnd
+    sampling: common_pb2.Sampling
+    deadline: float | None
+    opened_at: float
+    credit: int = 0
+    moved_at: float = 0.0
+    prefill_s: float = 0.0
+    epoch: int = 0
+    attach_token: bytes | None = None
+    attachment: Attachment | None = field(default=None)
+
+    @property
+    def session_id(self) -> bytes:
+        """As the coordinator chose it."""
+        return self.session.session_id
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it is prefilled and has credit for a token."""
+        return self.session.ready and self.session.committed_len < self.credit
+
+
+class Roster:
+    """Living sessions by id, and why recent ones ended. The scheduler's thread alone touches it.
+
+    Args:
+        engine: frees the slots.
+        clock: seconds.
+        idle_timeout_s: a session that stands still for so long is ended.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], idle_timeout_s: float):
+        self._engine = engine
+        self._clock = clock
+        self._idle_timeout_s = idle_timeout_s
+        self._live: dict[bytes, LiveSession] = {}
+        self._ended: dict[bytes, tuple[verifier_pb2.ClosedReason, float]] = {}
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def knows(self, session_id: bytes) -> bool:
+        """Whether the id is taken: alive, or ended a short while ago."""
+        return session_id in self._live or session_id in self._ended
+
+    def get(self, session_id: bytes) -> LiveSession | None:
+        """The living session of that id."""
+        return self._live.get(session_id)
+
+    def find(self, session_id: bytes) -> "LiveSession | verifier_pb2.ClosedReason":
+        """The living session of that id, or why it ended.
+
+        Raises:
+            UnknownSessionError: it never lived here, or ended long ago.
+        """
+        live = self._live.get(session_id)
+        if live is not None:
+            return live
+        if session_id in self._ended:
+            return self._ended[session_id][0]
+        raise UnknownSessionError("no session of that id lives here", hint="Open it with Start on a Sessions stream")
+
+    def add(self, live: LiveSession) -> None:
+        """Enter a session that has just been opened."""
+        self._live[live.session_id] = live
+        live.owner.session_ids.add(live.session_id)
+
+    def finish(self, live: LiveSession, finish: Finish) -> None:
+        """End a session whose text is complete."""
+        event = verifier_pb2.SessionFinished(
+            reason=_REASONS[finish.reason],
+            matched_stop_id=finish.matched_stop_id or 0,
+            committed_len=live.session.committed_len,
+        )
+        self._tell_finished(live, event)
+
+    def stop(self, live: LiveSession, at_len: int) -> None:
+        """End a session because the coordinator found a stop string at this length."""
+        reason = common_pb2.FINISH_REASON_STOP_STRING
+        self._tell_finished(live, verifier_pb2.SessionFinished(reason=reason, committed_len=at_len))
+
+    def fail(self, live: LiveSession, error: SpeclaError) -> None:
+        """End a session with an error."""
+        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
+        self._close(live, verifier_pb2.CLOSED_REASON_FAILED)
+        log.info("session failed", session=live.session_id.hex(), reason=error.reason)
+
+    def cancel(self, live: LiveSession) -> None:
+        """End a session because its coordinator wants that, or is gone."""
+        error = SessionCancelledError("the session was cancelled")
+        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
+        self._close(live, verifier_pb2.CLOSED_REASON_CANCELLED)
+
+    def expire(self) -> None:
+        """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago."""
+        now = self._clock()
+        for live in list(self._live.values()):
+            if live.deadline is not None and live.deadline <= now:
+                self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
+            elif not live.may_run and live.session.ready and live.moved_at + self._idle_timeout_s <= now:
+                self.fail(live, SessionCancelledError("the session stood still", hint="Grant credit, or stop it"))
+        for session_id in [key for key, (_, until) in self._ended.items() if until <= now]:
+            del self._ended[session_id]
+
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do at the earliest."""
+        times = [live.deadline for live in self._live.values() if live.deadline is not None]
+        times += [
+            live.moved_at + self._idle_timeout_s
+            for live in self._live.values()
+            if live.session.ready and not live.may_run
+        ]
+        return min(times, default=None)
+
+    def _tell_finished(self, live: LiveSession, event: verifier_pb2.SessionFinished) -> None:
+        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, finished=event))
+        self._close(live, verifier_pb2.CLOSED_REASON_FINISHED)
+
+    def _close(self, live: LiveSession, reason: verifier_pb2.ClosedReason) -> None:
+        """Everything that must be undone when a session ends, once."""
+        if self._live.pop(live.session_id, None) is None:
+            return
+        self._ended[live.session_id] = (reason, self._clock() + REMEMBERED_S)
+        live.owner.session_ids.discard(live.session_id)
+        if live.attachment is not None:
+            live.attachment.end.session_ids.discard(live.session_id)
+            live.attachment.end.put(closed_item(live.session_id, reason))
+            live.attachment = None
+        self._engine.release(live.session)
+
+
+def closed_item(session_id: bytes, reason: verifier_pb2.ClosedReason, seq: int = 0) -> verifier_pb2.VerdictItem:
+    """What a drafter is told when it has no more to do with a session."""
+    return verifier_pb2.VerdictItem(session_id=session_id, seq=seq, closed=verifier_pb2.Closed(reason=reason))

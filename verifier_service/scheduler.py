@@ -1,0 +1,323 @@
+"""The verifier's one thread: mail in, a piece of prefill, a pass, news out, and again.
+
+It owns the engine. Everything that arrives is posted to its mailbox and done between passes; everything that leaves is
+put into link ends, whose readers are woken once a turn. So no socket is ever waited for, and only here slots are freed.
+
+As a `VerifierPort` it is joined directly in one process; server.py puts it behind gRPC.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from specla.rpc.errors import SpeclaError
+from specla.rpc.interceptors import internal_error
+from specla.rpc.links import Wake
+from specla.rpc.waker import speed_up_hops
+from specla.v1 import verifier_pb2
+from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent
+from specla.verifier_service.commands import CommandDesk
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.cost_model import PassTimes
+from specla.verifier_service.drafting import DraftDesk
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.identity import describe, limits_of
+from specla.verifier_service.mailbox import Mailbox
+from specla.verifier_service.pass_runner import PassRunner
+from specla.verifier_service.publish import (
+    CoordinatorEnd,
+    DrafterEnd,
+    In,
+    LinkEnd,
+    Out,
+    merge_committed,
+    merge_verdict,
+    unavailable,
+)
+from specla.verifier_service.roster import Roster
+
+log = structlog.get_logger("specla.verifier")
+
+_BEAT_S = 1.0  # an idle thread shows its life so often
+_STALLED_S = 60.0  # no turn takes so long: prefill goes in pieces
+
+Result = TypeVar("Result")
+
+
+class Scheduler:
+    """Runs an engine for any number of coordinators and drafters.
+
+    Args:
+        engine: owned from now on by the scheduler's thread.
+        config: the verifier's settings.
+        clock: seconds; the same for deadlines, waits and pass times.
+    """
+
+    def __init__(self, engine: Engine, config: VerifierConfig, clock: Callable[[], float] = time.monotonic):
+        self.config = config
+        self.verifier_id = secrets.token_hex(8)
+        self.advertised_address = config.advertised_address
+        self._engine = engine
+        self._clock = clock
+        self._mailbox = Mailbox(clock)
+        limits = limits_of(engine)
+        self._target = describe(engine, limits, self.verifier_id)
+        self._roster = Roster(engine, clock, config.idle_timeout_s)
+        self._drafts = DraftDesk(engine, self._roster, limits, config.max_draft_wait_s)
+        self._commands = CommandDesk(
+            engine, self._roster, self._drafts, limits, clock, self.verifier_id, lambda: self.advertised_address
+        )
+        self._passes = PassRunner(engine, self._roster, self._drafts, config, clock)
+        self._coordinators: list[CoordinatorEnd] = []
+        self._drafters: list[DrafterEnd] = []
+        self._prefill_turn = 0
+        self._beat = clock()
+        self._stop_by: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="specla-scheduler", daemon=True)
+
+    def start(self, pass_times: PassTimes | None = None) -> "Scheduler":
+        """Measure passes (or take the given forecasts) and begin to serve. Lets threads hand over sooner."""
+        speed_up_hops()
+        self._passes.times = pass_times or PassTimes(self._engine.measure_pass_times())
+        self._beat = self._clock()
+        self._thread.start()
+        return self
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Take no new sessions, let the living ones end for `drain_s`, fail the rest, release the engine. Blocks."""
+        if self._thread.ident is None:
+            self._over.set()
+            self._engine.close()
+            return
+        self._mailbox.post(partial(self._begin_drain, self._clock() + drain_s))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> "Scheduler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def target(self) -> verifier_pb2.GetTargetResponse:
+        """Who it is and what it runs."""
+        target = verifier_pb2.GetTargetResponse()
+        target.CopyFrom(self._target)
+        target.advertised_address = self.advertised_address
+        return target
+
+    def connect_coordinator(self, wake: Wake) -> CoordinatorEnd:
+        """Open a link for sessions; `wake` is called on the scheduler's thread and must return at once."""
+        end = CoordinatorEnd(self._deliver_commands, self._hang_up_coordinator, wake, merge_committed)
+        self._mailbox.post(lambda: self._coordinators.append(end))
+        self._refuse_if_over(end)
+        return end
+
+    def connect_drafter(self, wake: Wake) -> DrafterEnd:
+        """Open a link for drafts; `wake` may take, draft and send there and then (in one process)."""
+        end = DrafterEnd(self._deliver_drafts, self._hang_up_drafter, wake, merge_verdict)
+        self._mailbox.post(lambda: self._drafters.append(end))
+        self._refuse_if_over(end)
+        return end
+
+    def finish_link(self, end: LinkEnd[In, Out]) -> None:
+        """The other side will send no more: end the link once its last session has ended."""
+        self._mailbox.post(partial(setattr, end, "finishing", True))
+
+    def _refuse_if_over(self, end: LinkEnd[In, Out]) -> None:
+        if self._over.is_set():
+            end.end(unavailable("the verifier has stopped"))
+            end.flush()
+
+    def health(self) -> bool:
+        """Whether the thread lives and turns."""
+        return self._thread.is_alive() and self._clock() - self._beat < _STALLED_S
+
+    def list_sessions(self) -> list[verifier_pb2.SessionInfo]:
+        """The sessions that live now, as of the present pass's end. Blocks until then."""
+        return self.ask_sessions().result()
+
+    def ask_sessions(self) -> "Future[list[verifier_pb2.SessionInfo]]":
+        """`list_sessions` for those who may not block."""
+        return self.ask(self._session_infos)
+
+    def read_features(self, request: verifier_pb2.ReadFeaturesRequest) -> Iterator[verifier_pb2.Features]:
+        """Features that a verdict had no room for, in slabs; positions no longer kept are left out. Blocks.
+
+        Raises:
+            UnknownSessionError, AttachRefusedError, InvalidRequestError: as they say.
+        """
+        return iter(self.ask_features(request).result())
+
+    def ask_features(self, request: verifier_pb2.ReadFeaturesRequest) -> "Future[list[verifier_pb2.Features]]":
+        """`read_features` for those who may not block."""
+        return self.ask(partial(self._drafts.feature_slabs, request))
+
+    @property
+    def backlog(self) -> int:
+        """Messages that wait for the thread."""
+        return len(self._mailbox)
+
+    def ask(self, question: Callable[[], Result]) -> "Future[Result]":
+        """Have something answered on the scheduler's thread, between passes."""
+        answer: Future[Result] = Future()
+        if self._over.is_set():
+            answer.set_exception(unavailable("the verifier has stopped"))
+            return answer
+
+        def work() -> None:
+            with contextlib.suppress(InvalidStateError):  # answered already, or given up
+                try:
+                    answer.set_result(question())
+                except SpeclaError as error:
+                    answer.set_exception(error)
+                except Exception as error:
+                    answer.set_exception(internal_error("question", error))
+
+        self._mailbox.post(work)
+        if self._over.is_set():  # it ended meanwhile, and may have missed the question
+            with contextlib.suppress(InvalidStateError):
+                answer.set_exception(unavailable("the verifier has stopped"))
+        return answer
+
+    # The rest runs on the scheduler's thread.
+
+    def _run(self) -> None:
+        why = unavailable("the verifier is shutting down")
+        try:
+            while not self._is_done():
+                self._turn()
+        except BaseException as error:
+            why = unavailable("the verifier has failed")
+            internal_error("scheduler", error)
+        finally:
+            self._close(why)
+
+    def _turn(self) -> None:
+        self._beat = self._clock()
+        for work in self._mailbox.take():
+            work()
+        self._roster.expire()
+        self._flush()
+        worked = self._prefill()
+        self._flush()
+        wake_at = self._passes.run()
+        self._flush()
+        if not worked and wake_at is not None and not self._is_done():
+            self._mailbox.wait(self._sleep_until(wake_at))
+
+    def _prefill(self) -> bool:
+        """One bounded piece for one of the sessions that are not ready, in turn; whether there was one."""
+        waiting = [live for live in self._roster if not live.session.ready]
+        if not waiting:
+            return False
+        self._prefill_turn += 1
+        live = waiting[self._prefill_turn % len(waiting)]
+        started = self._clock()
+        try:
+            ready = self._engine.prefill(live.session, self.config.prefill_chunk)
+        except Exception as error:
+            self._roster.fail(live, internal_error("prefill", error))
+            return True
+        now = self._clock()
+        live.prefill_s += now - started
+        if ready:
+            live.moved_at = now
+            prefilled = verifier_pb2.Prefilled(
+                prompt_tokens=live.session.prompt_len, prefill_us=round(live.prefill_s * 1e6)
+            )
+            live.owner.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
+        return True
+
+    def _flush(self) -> None:
+        """Wake the readers of what is new, drafters first: the next pass may wait for them."""
+        for drafter in self._drafters:
+            if drafter.finishing:
+                self._drafts.lose(drafter)
+                drafter.end(None)
+            started = self._clock()
+            if drafter.flush():
+                self._drafts.charge(drafter, self._clock() - started)
+        for coordinator in self._coordinators:
+            if coordinator.finishing and not coordinator.session_ids:
+                coordinator.end(None)
+            coordinator.flush()
+        self._drafters = [end for end in self._drafters if not (end.finishing and end.ended)]
+        self._coordinators = [end for end in self._coordinators if not (end.finishing and end.ended)]
+
+    def _sleep_until(self, wake_at: float) -> float:
+        times = [wake_at, self._clock() + _BEAT_S]
+        times += [time for time in (self._roster.next_expiry(), self._stop_by) if time is not None]
+        return min(times)
+
+    def _is_done(self) -> bool:
+        return self._stop_by is not None and (len(self._roster) == 0 or self._clock() >= self._stop_by)
+
+    def _begin_drain(self, until: float) -> None:
+        self._commands.draining = True
+        self._stop_by = until if self._stop_by is None else min(until, self._stop_by)
+
+    def _close(self, why: SpeclaError) -> None:
+        """Fail what lives, end all links, answer what still waits for an answer."""
+        for live in self._roster:
+            self._roster.fail(live, why)
+        self._over.set()
+        for work in self._mailbox.take():
+            work()
+        for drafter in self._drafters:
+            drafter.end(why)
+            drafter.flush()
+        for coordinator in self._coordinators:
+            coordinator.end(why)
+            coordinator.flush()
+        self._engine.close()
+
+    def _session_infos(self) -> list[verifier_pb2.SessionInfo]:
+        now = self._clock()
+        return [
+            verifier_pb2.SessionInfo(
+                session_id=live.session_id,
+                prompt_len=live.session.prompt_len,
+                committed_len=live.session.committed_len,
+                drafter_attached=live.attachment is not None,
+                age_s=now - live.opened_at,
+            )
+            for live in self._roster
+        ]
+
+    # Called from any thread.
+
+    def _deliver_commands(self, end: CoordinatorEnd, commands: Sequence[SessionCommand]) -> None:
+        self._mailbox.post(partial(self._commands.handle_all, end, commands))
+
+    def _deliver_drafts(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
+        self._mailbox.post(partial(self._drafts.handle_all, end, items))
+
+    def _hang_up_coordinator(self, end: CoordinatorEnd) -> None:
+        self._mailbox.post(lambda: self._lose_coordinator(end))
+
+    def _hang_up_drafter(self, end: DrafterEnd) -> None:
+        self._mailbox.post(lambda: self._lose_drafter(end))
+
+    # Work from the mailbox.
+
+    def _lose_coordinator(self, end: CoordinatorEnd) -> None:
+        for session_id in list(end.session_ids):
+            live = self._roster.get(session_id)
+            if live is not None:
+                self._roster.cancel(live)
+        if end in self._coordinators:
+            self._coordinators.remove(end)
+
+    def _lose_drafter(self, end: DrafterEnd) -> None:
+        self._drafts.lose(end)
+        if end in self._drafters:
+            self._drafters.remove(end)
