@@ -14,7 +14,7 @@ DEV   := $(VENV)/.dev-$(STAMP)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu bench lint format types protos protos-check buf-lint wheel wheel-check \
-	compose-check readme-figures readme-check hooks install install-dev clean
+	compose-check module-map readme-figures readme-check hooks install install-dev clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ wheel-check: $(DEV) ## prove that wheel and editable install hold the same modul
 
 compose-check: ## have docker-compose read deploy/compose.yaml
 	docker-compose -f deploy/compose.yaml --env-file deploy/.env.example config --quiet
+
+module-map: $(DEV) ## list the modules in docs/architecture.md
+	$(BIN)/python tools/module_map.py
 
 readme-figures: $(DEV) ## write the figures of benchmarks/results/*.json into README.md
 	$(BIN)/python tools/readme_figures.py
