@@ -56,6 +56,9 @@ class Continuations:
         Of equally heavy ones the one whose place comes first, that is the newest, leads. The share of a
         guess is taken among the places that no guess before it has claimed.
         """
+        if len(places) == 1:
+            text, position, length = places[0]
+            return [Guess(text[position], cell_of(depth, 0, length, 1.0), list(places))]
         groups: dict[int, list[Occurrence]] = {}
         weights: dict[int, float] = {}
         for place in places:

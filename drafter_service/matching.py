@@ -6,7 +6,7 @@ from specla.drafter_service.continuations import Continuations, Guess
 from specla.drafter_service.occurrences import Occurrence, OccurrenceIndex
 from specla.drafter_service.tree import DraftTree
 
-STUDY = 256  # tokens at the end of the prompt from which the chances are learnt before the first draft
+STUDY = 64  # tokens at the end of the prompt from which the chances are learnt before the first draft
 
 
 class MatchState:

@@ -39,12 +39,12 @@ class OccurrenceIndex:
         """Put tokens behind the text."""
         text, first = self.text, len(self.text)
         text.extend(tokens)
+        last = len(text)
         for n, heads, before in zip(self._orders, self._heads, self._before, strict=True):
-            for position in range(first, len(text)):
-                if position - n < self._begin:
-                    before.append(-1)
-                    continue
-                key = hash(tuple(text[position - n : position]))
+            begin = min(max(first, self._begin + n), last)  # the first place with n tokens of its document before it
+            before.extend([-1] * (begin - first))
+            grams = zip(*(text[begin - n + i : last - n + i] for i in range(n)), strict=True)
+            for position, key in enumerate(map(hash, grams), start=begin):
                 before.append(heads.get(key, -1))
                 heads[key] = position
 

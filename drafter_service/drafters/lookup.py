@@ -11,6 +11,15 @@ from specla.v1 import common_pb2
 PLACES = 16  # looked at for one draft
 
 
+def _orders(least: int, most: int) -> list[int]:
+    """Lengths to index between the two, further apart the longer they are: found matches are measured anyway."""
+    orders = []
+    while least < most:
+        orders.append(least)
+        least += max(1, least // 2)
+    return [*orders, most]
+
+
 def _equal(length: int) -> float:
     return 1.0
 
@@ -28,7 +37,7 @@ class LookupDrafter:
     name = "lookup"
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8, branching: int = 3, tau: float = 4.0) -> None:
-        self._orders = range(min_ngram, max_ngram + 1)
+        self._orders = _orders(min_ngram, max_ngram)
         self._branching = branching
         self._tau = tau
         self._calibration = Calibration(trust=8.0, memory=1024.0)

@@ -12,8 +12,8 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, OccurrenceIndex
 from specla.v1 import common_pb2
 
-ORDERS = (1, 2, 3, 4, 6, 8)
-PLACES = 24  # looked at for one draft, in each text
+ORDERS = (1, 2, 3, 5, 8)
+PLACES = 12  # looked at for one draft, in each text
 _WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
 
 
