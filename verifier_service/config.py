@@ -1,0 +1,98 @@
+"""Everything a verifier can be told, in one frozen record; flags and file keys are its fields."""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from specla.rpc.errors import InvalidRequestError
+from specla.rpc.serving import ServingConfig
+
+MAX_ROWS = 129  # the root and 128 candidates, DESIGN's limit of one session's pass
+SHIPPED_TARGET = Path(__file__).resolve().parent.parent / "models"
+
+
+def default_threads() -> int:
+    """Processor cores this process may use, at most 8: one token's products gain nothing from more."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierConfig(ServingConfig):
+    """A verifier's settings; where it listens is inherited.
+
+    Engine:
+        target: folder of the checkpoint (config.json, *.safetensors, tokenizer.json).
+        device: "cpu", "cuda", or "auto" for the best one that this build supports.
+        numerics: "exact", a token's bits do not depend on what else is in the pass, or "fast".
+        threads: threads of one operation; set for the whole process.
+        max_sessions: slots, each with its state; fewer if `memory_mib` is less than they take.
+        memory_mib: limit on the sessions' memory in MiB; 0 is none.
+        max_rows: rows of one session in one pass, root included.
+        max_prompt_tokens: prompt and resumed tokens of one session.
+        max_new_tokens: tokens of one completion, and the default where a request sets none.
+        prefill_chunk: tokens of one piece of prefill; part of numerics, so the same on verifiers that recover
+            each other's sessions.
+
+    Scheduler:
+        max_batch_rows: rows of all sessions in one pass; candidates beyond it are left out.
+        max_draft_wait_s: longest a session may wait for a drafter's next draft, seconds.
+        idle_timeout_s: a session that stands still for so long at its credit is ended, seconds.
+        advertised_address: where drafters reach this verifier, `host:port`; empty: where it listens.
+    """
+
+    target: Path = SHIPPED_TARGET
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    numerics: Literal["exact", "fast"] = "exact"
+    threads: int = field(default_factory=default_threads)
+    max_sessions: int = 16
+    memory_mib: int = 0
+    max_rows: int = 65
+    max_prompt_tokens: int = 32768
+    max_new_tokens: int = 4096
+    prefill_chunk: int = 128
+    max_batch_rows: int = 256
+    max_draft_wait_s: float = 0.05
+    idle_timeout_s: float = 600.0
+    advertised_address: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            InvalidRequestError: names the field, what it holds and what it may hold.
+        """
+        self.check_serving()
+        object.__setattr__(self, "target", Path(self.target))
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("numerics", self.numerics, ("exact", "fast"))
+        _within("threads", self.threads, 1, 1024)
+        _within("max_sessions", self.max_sessions, 1, 65536)
+        _within("memory_mib", self.memory_mib, 0, 1 << 30)
+        _within("max_rows", self.max_rows, 1, MAX_ROWS)
+        _within("max_prompt_tokens", self.max_prompt_tokens, 1, 1 << 31)
+        _within("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
+        _within("prefill_chunk", self.prefill_chunk, 16, 8192)
+        _within("max_batch_rows", self.max_batch_rows, 1, 1 << 20)
+        _seconds("max_draft_wait_s", self.max_draft_wait_s, 10.0)
+        _seconds("idle_timeout_s", self.idle_timeout_s, 1e6)
+        if self.prefill_chunk % 16:
+            raise InvalidRequestError(
+                "prefill_chunk", f"prefill_chunk is {self.prefill_chunk}", hint="Give a multiple of 16"
+            )
+
+
+def _one_of(name: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise InvalidRequestError(name, f"{name} is {value!r}", hint=f"Give one of {', '.join(sorted(allowed))}")
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(name, f"{name} is {value!r}", hint=f"Give an integer from {low} to {high}")
+
+
+def _seconds(name: str, value: float, high: float) -> None:
+    if not 0 <= value <= high:  # written so that NaN is refused too
+        raise InvalidRequestError(name, f"{name} is {value!r}", hint=f"Give 0 to {high:g} seconds")

@@ -1,0 +1,315 @@
+"""The verifier's engine: sessions in, verified tokens out. Synchronous, owned by one thread, knows no protocol.
+
+    session = engine.open(...)                         # takes a slot
+    while not engine.prefill(session, budget): ...     # bounded pieces
+    result, = engine.run_pass([PassItem(session, topology, draft_tokens)])
+    engine.release(session)
+
+A pass runs the root and the candidates of any number of sessions, each with its own topology; plain decoding is the
+topology of the root alone. It leaves the stored states as they are: what was accepted is applied when the session
+runs again.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from specla.kernels.sampling import Sampled, SessionSampling, sample
+from specla.kernels.sampling_params import SamplingError, SamplingParams
+from specla.kernels.topology import Topology
+from specla.kernels.tree import TreeBatch, pack
+from specla.rpc.errors import InternalError, InvalidRequestError, PromptTooLongError
+from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.features import FINAL_NORM, FeatureRing, FeatureSlice, FeatureWindow
+from specla.verifier_service.memory import MemoryAccount
+from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
+from specla.verifier_service.session import Session
+from specla.verifier_service.state import PendingPath, StateStore
+from specla.verifier_service.target import Target
+from specla.verifier_service.targets.gated_deltanet import PassFactors, TreePass, prefill_chunk, tree_pass
+
+REPLAY_ROWS = 32  # resumed tokens replayed in one pass
+MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
+
+
+class Engine:
+    """A target and the sessions it runs.
+
+    Attributes:
+        config: as given.
+        target: the loaded model and what it is called.
+        memory: what it takes.
+        max_sessions: slots, after the memory limit.
+    """
+
+    def __init__(self, config: VerifierConfig) -> None:
+        """Load the target and prove that this build keeps exact mode's promise. Sets the process's thread count.
+
+        Raises:
+            UnsupportedModelError: a checkpoint or a device that cannot be run.
+            InvalidRequestError: a memory limit that holds no session.
+            InternalError: this build of PyTorch does not keep exact mode's promise.
+        """
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.target = Target.load(config)
+        model = self.target.weights.config
+        self.memory = MemoryAccount.of(model, self.target.weight_bytes)
+        self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
+        self._store = StateStore(model, self.max_sessions)
+        self._sessions: set[Session] = set()
+        self._last_factors: PassFactors | None = None
+
+    @property
+    def free_slots(self) -> int:
+        """How many sessions could still be opened."""
+        return self._store.free_slots
+
+    def open(
+        self,
+        session_id: bytes,
+        prompt_ids: Sequence[int],
+        resumed_ids: Sequence[int],
+        sampling: SamplingParams,
+        stopping: Stopping,
+        keep: FeatureWindow | None = None,
+    ) -> Session:
+        """Take a slot for a new generation; `prefill` comes next.
+
+        Args:
+            session_id: kept, not looked at.
+            prompt_ids: at least one token.
+            resumed_ids: tokens of the output so far; they are run as decoding would have run them.
+            sampling: how tokens are chosen.
+            stopping: when the text ends.
+            keep: hidden states to keep for drafters.
+
+        Raises:
+            InvalidRequestError: an empty prompt, ids outside the vocabulary, parameters or layers that make no sense,
+                resumed tokens that already end the text.
+            PromptTooLongError: prompt and resumed tokens exceed max_prompt_tokens.
+            CapacityError: no slot is free.
+        """
+        self._check_tokens(prompt_ids, resumed_ids)
+        model = self.target.weights.config
+        stopping.validate(model.vocab_size)
+        for i, token in enumerate(resumed_ids):
+            if stopping.finish_of(token, i + 1) is not None:
+                raise InvalidRequestError(
+                    "resumed_ids", f"the text ends with resumed token {i}", hint="Resume only unfinished texts"
+                )
+        try:
+            state = SessionSampling(sampling, model.vocab_size, prompt_ids, resumed_ids)
+        except SamplingError as error:
+            raise InvalidRequestError(
+                f"sampling.{error.field}", f"{error.field} is {error.what}", hint=f"Give {error.allowed}"
+            ) from None
+        ring = None
+        if keep is not None:
+            keep.validate(model.num_hidden_layers)
+            if keep.layers and keep.window:
+                ring = FeatureRing(keep, model.hidden_size)
+        slot = self._store.acquire()
+        session = Session(session_id, slot, prompt_ids, resumed_ids, state, stopping, ring)
+        self._sessions.add(session)
+        return session
+
+    @torch.inference_mode()
+    def prefill(self, session: Session, budget_tokens: int) -> bool:
+        """Run more of the tokens given at opening; at least one chunk, at most about budget_tokens.
+
+        Chunks lie on a grid from position 0, so that the bits do not depend on the budget.
+
+        Returns:
+            Whether the session is ready for passes.
+        """
+        assert session.slot is not None, "a released session cannot be prefilled"
+        last = session.prompt_len - 1
+        while not session.ready and budget_tokens > 0:
+            start = session.run_len
+            if start < last:
+                stop = min(start + self.config.prefill_chunk, last)
+                self._prefill_chunk(session, session.slot, start, stop)
+            else:
+                stop = min(start + REPLAY_ROWS, len(session.tokens) - 1)
+                self._replay(session, session.slot, start, stop)
+            session.run_len = stop
+            budget_tokens -= stop - start
+        return session.ready
+
+    @torch.inference_mode()
+    def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
+        """Run roots and candidates of all items in one pass: draft tokens in, committed tokens out.
+
+        A session whose logits are not numbers fails alone: its result holds the error and nothing was committed.
+
+        Args:
+            items: at least one, each of another session.
+
+        Returns:
+            A result an item, in their order.
+        """
+        started = time.perf_counter()
+        slots = self._check_items(items)
+        self._commit_pending([item.session for item in items])
+        batch = pack([item.topology for item in items])
+        row_tokens = [token for item in items for token in (item.session.root_token, *item.tokens)]
+        out = self._forward(row_tokens, batch, slots)
+        assert out.logits is not None
+        sampled = sample(out.logits, row_sampling(items, batch, row_tokens))
+        self._last_factors = out.factors
+        results = [self._conclude(item, batch, batch.offsets[i], out, sampled) for i, item in enumerate(items)]
+        seconds = time.perf_counter() - started
+        return [replace(result, seconds=seconds) for result in results]
+
+    def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
+        """Hidden states kept of positions in [from_position, to_position), all below committed_len - 1.
+
+        Returns:
+            The first position and float32 [positions, layers, hidden], layers in the order of the session's
+            FeatureWindow; possibly fewer positions than asked for, or none.
+        """
+        if session.feature_ring is None:
+            return FeatureSlice(from_position, torch.zeros(0, 0, self.target.weights.config.hidden_size))
+        return session.feature_ring.read(from_position, to_position)
+
+    def measure_pass_times(self, rows: Sequence[int] = MEASURED_ROWS, repeats: int = 3) -> dict[int, float]:
+        """Shortest duration in seconds of one session's pass, by number of rows, over a chain of candidates.
+
+        Costs `repeats` passes a size, in the engine's own slot: open sessions are not touched.
+        """
+        session = self._scratch_session()
+        best: dict[int, float] = {}
+        for _ in range(repeats):
+            for count in rows:
+                if count > self.config.max_rows:
+                    continue
+                item = PassItem(session, Topology.from_wire(range(-1, count - 2)), [0] * (count - 1))
+                (result,) = self.run_pass([item])
+                best[count] = min(best.get(count, result.seconds), result.seconds)
+        self._store.clear(self._store.scratch_slot)
+        return best
+
+    def release(self, session: Session) -> None:
+        """Free a session's slot and everything else it holds; harmless twice."""
+        if session.slot is None:
+            return
+        self._sessions.discard(session)
+        session.pending = None
+        session.feature_ring = None
+        slot, session.slot = session.slot, None
+        self._store.release(slot)
+
+    def close(self) -> None:
+        """Release all sessions; harmless twice."""
+        for session in list(self._sessions):
+            self.release(session)
+        self._last_factors = None
+
+    def _scratch_session(self) -> Session:
+        """A session without end in the slot that no caller ever gets."""
+        self._store.clear(self._store.scratch_slot)
+        sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.weights.config.vocab_size)
+        return Session(b"", self._store.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
+
+    def _check_tokens(self, prompt_ids: Sequence[int], resumed_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
+        total, limit = len(prompt_ids) + len(resumed_ids), self.config.max_prompt_tokens
+        if total > limit:
+            raise PromptTooLongError(
+                "prompt_ids",
+                f"prompt and resumed tokens are {total}",
+                hint=f"At most {limit} are allowed",
+                metadata={"max_prompt_tokens": str(limit)},
+            )
+        vocab = self.target.weights.config.vocab_size
+        for name, ids in (("prompt_ids", prompt_ids), ("resumed_ids", resumed_ids)):
+            if ids and (min(ids) < 0 or max(ids) >= vocab):
+                raise InvalidRequestError(name, "an id is no token of this model", hint=f"Give ids below {vocab}")
+
+    def _check_items(self, items: Sequence[PassItem]) -> list[int]:
+        """The items' slots; anything wrong here is a fault of the caller."""
+        slots = []
+        for item in items:
+            assert item.session.ready, "a session in a pass must be ready"
+            assert len(item.tokens) == len(item.topology) - 1, "one token a candidate"
+            assert len(item.topology) <= self.config.max_rows, "more rows than max_rows"
+            assert item.session.slot is not None
+            slots.append(item.session.slot)
+        assert slots, "a pass needs a session"
+        assert len(set(slots)) == len(slots), "a pass takes each session once"
+        return slots
+
+    def _forward(self, row_tokens: list[int], batch: TreeBatch, slots: list[int], want_logits: bool = True) -> TreePass:
+        store = self._store
+        return tree_pass(
+            self.target.weights,
+            torch.tensor(row_tokens),
+            batch,
+            store.recurrent_state,
+            store.conv_state,
+            slots,
+            want_logits,
+        )
+
+    def _commit_pending(self, due: Iterable[Session]) -> None:
+        """Apply the pending paths of sessions that run now, and those older than the last pass, so that the factors
+        of two passes are kept at most."""
+        stale = [s for s in self._sessions if s.pending and s.pending.factors is not self._last_factors]
+        groups: dict[int, list[Session]] = {}
+        for session in dict.fromkeys([*due, *stale]):
+            if session.pending is not None:
+                groups.setdefault(id(session.pending.factors), []).append(session)
+        for sessions in groups.values():
+            slots = [s.slot for s in sessions if s.slot is not None]
+            self._store.apply(self.target.weights, slots, [s.pending for s in sessions if s.pending is not None])
+            for session in sessions:
+                session.pending = None
+
+    def _conclude(self, item: PassItem, batch: TreeBatch, offset: int, out: TreePass, sampled: Sampled) -> PassResult:
+        """Accept an item's tokens and move its session on; the only place where a pass changes a session."""
+        session, base_len = item.session, item.session.committed_len
+        acceptance = accept_item(item, offset, sampled)
+        if isinstance(acceptance, InternalError):
+            return PassResult(session=session, base_len=base_len, error=acceptance)
+        assert out.logits is not None
+        result = result_of(item, offset, acceptance, out.logits, sampled, base_len)
+        self._run(session, out, batch, [offset + row for row in acceptance.rows])
+        session.tokens += acceptance.tokens
+        session.sampling_state.extend(acceptance.tokens)
+        session.finish = acceptance.finish
+        return result
+
+    def _run(self, session: Session, out: TreePass, batch: TreeBatch, rows: list[int]) -> None:
+        """Note that these rows of the batch, a path from the session's root, are part of its text now."""
+        session.pending = PendingPath(out.factors, batch, tuple(rows))
+        session.run_len += len(rows)
+        if session.feature_ring is not None:
+            index = torch.tensor(rows)
+            layers = session.feature_ring.spec.layers
+            session.feature_ring.record([out.hidden[layer].index_select(0, index) for layer in layers])
+
+    def _replay(self, session: Session, slot: int, start: int, stop: int) -> None:
+        """Run known tokens as decoding would have: a chain of which every row is accepted."""
+        tokens = session.tokens[start:stop]
+        batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
+        ring = session.feature_ring
+        self._commit_pending([session])
+        out = self._forward(tokens, batch, [slot], want_logits=ring is not None and FINAL_NORM in ring.spec.layers)
+        self._run(session, out, batch, list(range(len(tokens))))
+
+    def _prefill_chunk(self, session: Session, slot: int, start: int, stop: int) -> None:
+        ring, store = session.feature_ring, self._store
+        hidden = prefill_chunk(
+            self.target.weights,
+            torch.tensor(session.tokens[start:stop]),
+            store.recurrent_state[slot],
+            store.conv_state[slot],
+            want_final_norm=ring is not None and FINAL_NORM in ring.spec.layers,
+        )
+        if ring is not None:
+            ring.record([hidden[layer] for layer in ring.spec.layers])

@@ -1,0 +1,88 @@
+"""The target's hidden states at a session's last positions, kept for the drafters that want them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specla.rpc.errors import InvalidRequestError
+
+FINAL_NORM = -1
+"""The layer number that stands for the final norm's output."""
+
+
+@dataclass(frozen=True)
+class FeatureWindow:
+    """Which hidden states a session keeps.
+
+    Attributes:
+        layers: outputs of these layers, 0-based; -1 is the output of the final norm.
+        window: how many of the last positions.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+
+    def validate(self, num_layers: int) -> None:
+        """Refuse layers that the target does not have.
+
+        Raises:
+            InvalidRequestError: a layer out of range or twice, or a negative window.
+        """
+        for layer in self.layers:
+            if not FINAL_NORM <= layer < num_layers:
+                raise InvalidRequestError(
+                    "keep.layers", f"layer {layer} does not exist", hint=f"Give -1 to {num_layers - 1}"
+                )
+        if len(set(self.layers)) != len(self.layers):
+            raise InvalidRequestError("keep.layers", "a layer is given twice", hint="Give each layer once")
+        if self.window < 0:
+            raise InvalidRequestError("keep.window", f"window is {self.window}", hint="Give 0 or more positions")
+
+
+class FeatureSlice(NamedTuple):
+    """Hidden states of consecutive positions: float32 [positions, layers, hidden], the first at `from_position`."""
+
+    from_position: int
+    values: Tensor
+
+
+class FeatureRing:
+    """The last `window` positions' hidden states of one session, overwritten in turn."""
+
+    def __init__(self, spec: FeatureWindow, hidden_size: int) -> None:
+        self.spec = spec
+        self.end = 0  # positions below it have been recorded
+        self._values = torch.zeros(spec.window, len(spec.layers), hidden_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the ring takes."""
+        return self._values.nbytes
+
+    def record(self, hidden: Sequence[Tensor]) -> None:
+        """Append consecutive positions' states.
+
+        Args:
+            hidden: one float32 [positions, hidden] a layer of the spec, in its order.
+        """
+        count, window = hidden[0].shape[0], self.spec.window
+        kept = min(count, window)
+        start = self.end + count - kept
+        first = start % window
+        head = min(kept, window - first)
+        for i, states in enumerate(hidden):
+            states = states[count - kept :]
+            self._values[first : first + head, i] = states[:head]
+            self._values[: kept - head, i] = states[head:]
+        self.end += count
+
+    def read(self, from_position: int, to_position: int) -> FeatureSlice:
+        """What is kept of the positions in [from_position, to_position), a copy; possibly less, possibly nothing."""
+        window = self.spec.window
+        start = max(from_position, self.end - window, 0)
+        stop = max(start, min(to_position, self.end))
+        index = torch.arange(start, stop) % max(window, 1)
+        return FeatureSlice(start, self._values.index_select(0, index))

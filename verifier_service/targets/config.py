@@ -1,0 +1,170 @@
+"""What a Gated DeltaNet checkpoint looks like: read from its config.json, refused where this project cannot run it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specla.rpc.errors import UnsupportedModelError
+
+MODEL_TYPE = "gated_deltanet"
+ACTIVATIONS = ("swish", "silu", "sigmoid")
+SHAPE_MULTIPLE = 16  # of head dimensions; the kernels' tiles
+
+# Keys of config.json that change the arithmetic, and the only values this project runs.
+_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attn": (None,),
+    "attnres_block_size": (None,),
+    "conv_bias": (None, False),
+    "hidden_act": (None, "swish"),
+    "use_short_conv": (None, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """Shape of a Gated DeltaNet language model; field names and defaults are those of fla's `GatedDeltaNetConfig`.
+
+    Attributes:
+        expand_v: head dimension of the values over that of the keys.
+        num_v_heads: value heads, a multiple of num_heads (grouped value attention); None for num_heads.
+        use_gate: whether the layer's output is gated.
+        output_gate_activation: "swish" (also "silu") or "sigmoid".
+        allow_neg_eigval: writing strength up to 2 instead of 1.
+        conv_size: taps of the short convolutions.
+        intermediate_size: width of the MLP; None: two thirds of hidden_ratio * hidden_size, up to a multiple of 256.
+        eos_token_ids: ids that end a text.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    head_dim: int
+    num_v_heads: int | None = None
+    expand_v: float = 2.0
+    use_gate: bool = True
+    output_gate_activation: str = "swish"
+    allow_neg_eigval: bool = False
+    conv_size: int = 4
+    hidden_ratio: int | None = 4
+    intermediate_size: int | None = None
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no kernel runs.
+
+        Raises:
+            UnsupportedModelError: says what was found and what is supported.
+        """
+        for name in (*_ESSENTIAL, "conv_size", "mlp_dim", "value_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _unsupported(name, value, "a positive integer")
+        if self.value_heads % self.num_heads:
+            raise _unsupported("num_v_heads", self.num_v_heads, f"a multiple of num_heads ({self.num_heads})")
+        if self.head_dim % SHAPE_MULTIPLE:
+            raise _unsupported("head_dim", self.head_dim, f"a multiple of {SHAPE_MULTIPLE}")
+        if abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5 or self.head_v_dim % SHAPE_MULTIPLE:
+            raise _unsupported("expand_v", self.expand_v, f"head_dim * expand_v a multiple of {SHAPE_MULTIPLE}")
+        if self.conv_size < 2:
+            raise _unsupported("conv_size", self.conv_size, "2 or more")
+        if self.output_gate_activation not in ACTIVATIONS:
+            raise _unsupported("output_gate_activation", self.output_gate_activation, ", ".join(ACTIVATIONS))
+
+    @property
+    def value_heads(self) -> int:
+        """HV, the number of value heads."""
+        return self.num_v_heads or self.num_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        """V, the value head's dimension."""
+        return round(self.head_dim * self.expand_v)
+
+    @property
+    def key_dim(self) -> int:
+        """Width of q, and of k: H * K."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of v, and of the gate: HV * V."""
+        return self.value_heads * self.head_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """D, channels of the convolution: q, k and v side by side."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width of the MLP."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        width = int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3)
+        return -(-width // 256) * 256
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "GatedDeltaNetConfig":
+        """Read config.json, and the end-of-text ids of generation_config.json where it names them.
+
+        Raises:
+            UnsupportedModelError: no such file, not JSON, or a model this project does not run.
+        """
+        values = _read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            eos = _read_json(generation).get("eos_token_id")
+            if eos is not None:
+                values["eos_token_id"] = eos
+        return cls.from_values(values)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "GatedDeltaNetConfig":
+        """The configuration that the keys of a config.json describe; keys without a bearing on inference are ignored.
+
+        Raises:
+            UnsupportedModelError: another model type, a missing key, or a value that is not supported.
+        """
+        if values.get("model_type") != MODEL_TYPE:
+            raise _unsupported("model_type", values.get("model_type"), MODEL_TYPE)
+        for name, allowed in _REQUIRED_VALUES.items():
+            if values.get(name) not in allowed:
+                raise _unsupported(name, values[name], f"{allowed[-1]!r}")
+        missing = [name for name in _ESSENTIAL if values.get(name) is None]
+        if missing:
+            raise _unsupported("config.json", f"without {', '.join(missing)}", "all of " + ", ".join(_ESSENTIAL))
+        fields = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        eos = values.get("eos_token_id")
+        ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        return cls(**{**fields, "eos_token_ids": ids})
+
+
+_ESSENTIAL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim")
+
+
+def _unsupported(name: str, found: object, supported: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} is {found!r}" if name != "config.json" else f"config.json is {found}",
+        hint=f"Supported: {supported}",
+        metadata={"found": str(found), "supported": supported},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UnsupportedModelError(
+            f"{path} does not exist",
+            hint="Give a folder with config.json, *.safetensors and tokenizer.json",
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is not JSON: {error}", hint="Copy the checkpoint anew") from None
+    if not isinstance(values, dict):
+        raise UnsupportedModelError(f"{path} holds no object", hint="Copy the checkpoint anew")
+    return values
