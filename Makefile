@@ -13,7 +13,7 @@ RUN   := $(VENV)/.run-$(STAMP)
 DEV   := $(VENV)/.dev-$(STAMP)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench lint format types protos protos-check buf-lint wheel wheel-check \
+.PHONY: help demo test test-gpu bench lint format types protos protos-check buf-lint buf-breaking wheel wheel-check \
 	compose-check module-map readme-figures readme-check hooks install install-dev clean
 
 help: ## list these commands
@@ -79,6 +79,11 @@ node_modules/.package-lock.json: package.json
 
 buf-lint: node_modules/.package-lock.json ## Buf's STANDARD lint of the protocol
 	node_modules/.bin/buf lint
+
+buf-breaking: node_modules/.package-lock.json ## prove that no field of the released protocol changed
+	node_modules/.bin/buf breaking --against protos/released.binpb
+
+# At a release: node_modules/.bin/buf build --exclude-source-info -o protos/released.binpb
 
 wheel: $(DEV) ## build dist/specla-*.whl
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
