@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +19,7 @@ from specla.drafter_service.local import Job, LocalDrafter
 from specla.rpc.channel import ClientTls
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.remote_verifier import RemoteVerifier
-from specla.rpc.serving import GrpcServer, ServingConfig
+from specla.rpc.serving import GrpcServer
 from specla.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -120,8 +119,8 @@ class Joins:
                 await verifier.close()
 
     async def _make(self, address: str) -> tuple[RemoteVerifier, LocalDrafter]:
-        root_ca = self._config.verifier_root_ca
-        tls = ClientTls(root_ca=Path(root_ca)) if root_ca else None
+        root_ca = self._config.connect_ca
+        tls = ClientTls(root_ca=root_ca) if root_ca is not None else None
         verifier = await RemoteVerifier.connect(address, tls=tls, deadline_s=CONNECT_S)
         log.info("verifier_joined", address=address, verifier=verifier.target().verifier_id)
         return verifier, LocalDrafter(self._drafter, self._config, verifier, run=self._run)
@@ -179,17 +178,8 @@ class DrafterServer:
         self._worker = Worker()
         self._joins = Joins(config, self._worker.run)
         servicer = DrafterServicer(config, self._joins)
-        serving = ServingConfig(
-            host=config.listen,
-            port=config.port,
-            insecure=config.insecure,
-            tls_cert=Path(config.tls_certificate) if config.tls_certificate else None,
-            tls_key=Path(config.tls_key) if config.tls_key else None,
-            max_concurrent_calls=2 * config.max_sessions + 64,
-            drain_s=config.grace_s,
-        )
         self._server = GrpcServer(
-            serving,
+            config,
             [SERVICE],
             lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, server),
             self._worker.is_live,
@@ -214,7 +204,7 @@ class DrafterServer:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Take no new sessions, let those in hand end for `grace_s`, then detach from all of them."""
+        """Take no new sessions, let those in hand end for `drain_s`, then detach from all of them."""
         await self._server.stop()
         await self._joins.close()
         self._worker.close()

@@ -31,6 +31,7 @@ def make_drafter(config: DrafterConfig) -> Drafter:
         case "random":
             return RandomDrafter(seed=config.seed, probability=config.random_probability)
         case "oracle":
+            assert config.oracle_file is not None  # the config refuses an oracle without
             return OracleDrafter.from_file(
                 config.oracle_file, rate=config.oracle_rate, branching=config.oracle_branching, seed=config.seed
             )

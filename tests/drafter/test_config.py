@@ -6,6 +6,7 @@ import pytest
 
 from specla.drafter_service.config import DrafterConfig
 from specla.rpc.errors import InvalidRequestError
+from specla.rpc.serving import ServingConfig
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from specla.rpc.errors import InvalidRequestError
         ("branching", 0),
         ("random_probability", 0.0),
         ("oracle_rate", 1.5),
-        ("tls_key", "key.pem"),
+        ("host", "0.0.0.0"),
         ("allow_verifiers", ("verifier",)),
         ("allow_verifiers", ("dns:///verifier:1",)),
         ("allow_verifiers", ("ver*:1",)),
@@ -49,7 +50,8 @@ def test_an_oracle_needs_its_file() -> None:
 def test_every_field_has_a_default_and_a_description() -> None:
     for field in dataclasses.fields(DrafterConfig):
         assert field.default is not dataclasses.MISSING
-        assert f"\n        {field.name}: " in (DrafterConfig.__doc__ or "")
+        described = f"{ServingConfig.__doc__}{DrafterConfig.__doc__}"
+        assert f"\n        {field.name}: " in described
 
 
 @pytest.mark.parametrize(

@@ -224,15 +224,15 @@ def test_oracle_goes_on_behind_accepted_tokens_and_stops_where_the_text_leaves_t
 def test_oracle_reads_its_file_and_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     good = tmp_path / "good.jsonl"
     good.write_text(json.dumps({"token_ids": [1, 2, 3]}) + "\n" + json.dumps({"token_ids": [4, 5]}) + "\n")
-    drafter = make_drafter(DrafterConfig(name="oracle", oracle_file=str(good), oracle_rate=1.0))
+    drafter = make_drafter(DrafterConfig(name="oracle", oracle_file=good, oracle_rate=1.0))
     assert drafter.start([4], GREEDY).draft(3).tokens == (5,)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"token_ids": [1]}\n{"ids": [2]}\n')
     with pytest.raises(InvalidRequestError, match="line 2") as refused:
-        make_drafter(DrafterConfig(name="oracle", oracle_file=str(bad)))
+        make_drafter(DrafterConfig(name="oracle", oracle_file=bad))
     assert refused.value.field == "oracle_file"
     with pytest.raises(InvalidRequestError, match="cannot be read"):
-        make_drafter(DrafterConfig(name="oracle", oracle_file=str(tmp_path / "none")))
+        make_drafter(DrafterConfig(name="oracle", oracle_file=tmp_path / "none"))
 
 
 def test_make_drafter_knows_each_name() -> None:
