@@ -18,6 +18,7 @@ BINS = len(_CENTRES)
 
 _PRIOR_WEIGHT = 2.0  # judgements that the drafter's own word counts for
 _LINK_WEIGHT = 6.0  # judgements that the link's rate counts for in a session's
+_UNSEEN_WEIGHT = 0.05  # of a bin without judgements, where neighbours must be made to rise
 _LINK_MEMORY = 0.999
 _SESSION_MEMORY = 0.98  # a text changes: the last fifty judgements of a bin matter
 
@@ -72,9 +73,8 @@ class Calibrator:
 
     def _raw(self) -> tuple[list[float], list[float]]:
         prior, weight = (_CENTRES, _PRIOR_WEIGHT) if self._link is None else (self._link.rates(), _LINK_WEIGHT)
-        weights = [trials + weight for trials in self._trials]
-        raw = [(self._hits[i] + weight * prior[i]) / weights[i] for i in range(BINS)]
-        return raw, weights
+        raw = [(self._hits[i] + weight * prior[i]) / (self._trials[i] + weight) for i in range(BINS)]
+        return raw, [trials + _UNSEEN_WEIGHT for trials in self._trials]
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:

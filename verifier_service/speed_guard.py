@@ -47,8 +47,12 @@ class SpeedGuard:
             self._probe_passes += 1
             if self._probe_passes >= PROBE_PASSES:
                 self._end_probe(committed_len)
-        elif not self.paused and self.balance_s < -(ALLOWED_S + ALLOWED_SHARE * self._decode_s):
+        elif not self.paused and self.balance_s < self._lowest_s:
             self.pause(committed_len)
+
+    @property
+    def _lowest_s(self) -> float:
+        return -(ALLOWED_S + ALLOWED_SHARE * self._decode_s)
 
     def pause(self, committed_len: int) -> None:
         """Stop asking for drafts until PROBE_EVERY more tokens were committed."""
@@ -66,6 +70,6 @@ class SpeedGuard:
     def _end_probe(self, committed_len: int) -> None:
         self.probing = False
         if self._probe_balance_s > 0:
-            self.balance_s = max(self.balance_s, 0.0)  # it has changed for the better: forgive
+            self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
             self.pause(committed_len)

@@ -1,0 +1,108 @@
+"""Forecasts of pass times, and the choice of candidates that are worth a pass."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specla.verifier_service.cost_model import NodeBudget, PassTimes, Prospect, choose
+
+TABLE = {1: 0.010, 2: 0.011, 5: 0.013, 9: 0.020, 17: 0.034}
+
+
+def test_forecasts_are_linear_between_measurements_and_beyond() -> None:
+    times = PassTimes(TABLE)
+    assert times.predict(5) == pytest.approx(0.013)
+    assert times.predict(3) == pytest.approx(0.011 + 0.002 / 3)
+    assert times.predict(33) == pytest.approx(0.034 + 16 * 0.014 / 8)
+    assert PassTimes({1: 0.01}).predict(40) == pytest.approx(0.01)
+
+
+def test_forecasts_follow_the_load_of_the_machine() -> None:
+    times = PassTimes(TABLE)
+    for _ in range(10):
+        times.observe(1, 1, 0.020)
+    assert times.predict(1) == pytest.approx(0.020, rel=0.25)
+    assert times.predict(9) == pytest.approx(0.040, rel=0.25)
+
+
+def test_one_disturbed_pass_changes_no_forecast() -> None:
+    times = PassTimes(TABLE)
+    for _ in range(7):
+        times.observe(1, 1, 0.010)
+    before = times.predict(5)
+    assert times.observe(1, 1, 1.0) == pytest.approx(0.020)
+    assert times.predict(5) == pytest.approx(before, rel=0.02)
+
+
+def test_a_wrong_measurement_is_corrected_while_others_stay() -> None:
+    times = PassTimes(TABLE)
+    for _ in range(300):
+        times.observe(1, 1, 0.010)
+        times.observe(5, 1, 0.010)
+        times.observe(9, 1, 0.020)
+    assert times.predict(5) / times.predict(1) == pytest.approx(1.0, rel=0.1)
+    assert times.predict(9) / times.predict(1) == pytest.approx(2.0, rel=0.1)
+
+
+def chain(*chances: float, max_depth: int = 99) -> Prospect:
+    return Prospect(list(range(-1, len(chances) - 1)), chances, max_depth)
+
+
+def test_certain_candidates_are_kept_and_hopeless_ones_left_out() -> None:
+    times = PassTimes(TABLE)
+    assert choose([chain(0.95, 0.95, 0.95, 0.95)], times, 99) == [[0, 1, 2, 3]]
+    assert choose([chain(0.05, 0.05, 0.05)], times, 99) == [[]]
+
+
+def test_nothing_is_kept_deeper_than_could_be_committed() -> None:
+    assert choose([chain(0.99, 0.99, 0.99, max_depth=2)], PassTimes(TABLE), 99) == [[0, 1]]
+    assert choose([chain(0.99, max_depth=0)], PassTimes(TABLE), 99) == [[]]
+
+
+def test_rows_of_a_pass_are_limited_over_all_sessions() -> None:
+    kept = choose([chain(0.99, 0.98), chain(0.97, 0.96), chain()], PassTimes(TABLE), 5)
+    assert kept == [[0, 1], [], []]
+
+
+trees = st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1, allow_nan=False)), min_size=0, max_size=8).map(
+    lambda nodes: Prospect([seed % (i + 1) - 1 for i, (seed, _) in enumerate(nodes)], [p for _, p in nodes], 99)
+)
+
+
+@given(st.lists(trees, min_size=1, max_size=2))
+def test_no_closed_set_yields_more_tokens_a_second(prospects: list[Prospect]) -> None:
+    times = PassTimes(TABLE)
+    kept = choose(prospects, times, 99)
+    nodes = [(i, n) for i, prospect in enumerate(prospects) for n in range(len(prospect.parents))]
+
+    def reach(i: int, n: int) -> float:
+        parents, chances, _ = prospects[i]
+        return chances[n] * (reach(i, parents[n]) if parents[n] >= 0 else 1.0)
+
+    def rate(chosen: set[tuple[int, int]]) -> float:
+        sessions = len(prospects)
+        return (sessions + sum(reach(*node) for node in chosen)) / times.predict(sessions + len(chosen), sessions)
+
+    mine = {(i, n) for i, rows in enumerate(kept) for n in rows}
+    for i, n in mine:
+        parent = prospects[i].parents[n]
+        assert parent < 0 or (i, parent) in mine
+    size = min(len(nodes), 6)
+    best = max(rate(set(some)) for count in range(size + 1) for some in itertools.combinations(nodes[:8], count))
+    assert rate(mine) >= best - 1e-9
+
+
+def test_the_budget_grows_while_it_is_used_and_shrinks_when_it_is_not() -> None:
+    budget = NodeBudget(64)
+    assert budget.nodes == 16
+    budget.observe(16, 16)
+    assert budget.nodes == 32
+    budget.observe(32, 32)
+    budget.observe(64, 64)
+    assert budget.nodes == 64
+    for _ in range(100):
+        budget.observe(64, 0)
+    assert budget.nodes == 4
+    assert NodeBudget(2).nodes == 2

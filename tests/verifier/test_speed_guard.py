@@ -1,0 +1,77 @@
+"""The account of what a drafter gains and costs: a useless one pauses and is tried again every 64 tokens."""
+
+import random
+
+from specla.verifier_service.speed_guard import ALLOWED_S, ALLOWED_SHARE, PROBE_EVERY, PROBE_PASSES, SpeedGuard
+
+PLAIN_S = 0.013
+
+
+def decode(guard: SpeedGuard, tokens: int, cost_s: float, gained: int = 0, length: int = 10) -> int:
+    """Run passes of a session whose every drafted pass costs and gains so much; returns how many were drafted."""
+    drafted, end = 0, length + tokens
+    while length < end:
+        guard.start_probe_if_due(length)
+        if guard.paused:
+            length += 1
+            guard.record(length, gained_s=0.0, cost_s=0.0, decode_s=PLAIN_S)
+        else:
+            drafted += 1
+            length += 1 + gained
+            guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s)
+    return drafted
+
+
+def test_a_useful_drafter_never_pauses() -> None:
+    guard = SpeedGuard()
+    decode(guard, tokens=500, cost_s=0.006, gained=1)
+    assert not guard.paused
+    assert guard.balance_s > 0
+
+
+def test_a_cheap_drafter_that_brings_nothing_may_go_on() -> None:
+    guard = SpeedGuard()
+    assert decode(guard, tokens=500, cost_s=0.0002) == 500
+
+
+def test_a_dear_drafter_pauses_and_is_probed() -> None:
+    guard = SpeedGuard()
+    tokens = 1000
+    drafted = decode(guard, tokens=tokens, cost_s=0.008)
+    assert drafted < 10 + PROBE_PASSES * (tokens // PROBE_EVERY + 1)
+    loss_s = drafted * 0.008
+    probes_s = PROBE_PASSES * 0.008 * (tokens // PROBE_EVERY)
+    assert loss_s <= ALLOWED_S + ALLOWED_SHARE * (tokens * PLAIN_S) + 0.008 + probes_s
+
+
+def test_speed_outside_of_probes_is_nearly_that_of_plain_decoding() -> None:
+    """Costs and gains at random, of a drafter that loses on the whole: 0.97 of plain speed, probes apart."""
+    chance = random.Random(3)
+    guard, length, spent_s, probes_s = SpeedGuard(), 0, 0.0, 0.0
+    while length < 5000:
+        guard.start_probe_if_due(length)
+        gained, cost_s = 0, 0.0
+        if not guard.paused:
+            gained, cost_s = int(chance.random() < 0.3), 0.007
+        length += 1 + gained
+        spent_s += PLAIN_S + cost_s
+        if guard.probing:
+            probes_s += max(0.0, cost_s - gained * PLAIN_S)
+        guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s)
+    assert length * PLAIN_S / (spent_s - probes_s - ALLOWED_S) >= 0.97
+
+
+def test_a_drafter_that_became_useful_is_taken_back_at_the_next_probe() -> None:
+    guard = SpeedGuard()
+    decode(guard, tokens=200, cost_s=0.008)
+    assert guard.paused
+    decode(guard, tokens=PROBE_EVERY + 20, cost_s=0.004, gained=2, length=210)
+    assert not guard.paused
+    assert not guard.probing
+
+
+def test_old_gains_do_not_pay_for_long_losses() -> None:
+    guard = SpeedGuard()
+    decode(guard, tokens=20000, cost_s=0.001, gained=3)
+    drafted = decode(guard, tokens=100, cost_s=0.2, gained=0, length=20010)
+    assert drafted < 20
