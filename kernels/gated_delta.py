@@ -2,7 +2,7 @@
 
 A row reads its parent's state S, and everything it computes is a fixed function of S and of its own inputs:
 
-    [Yq, Yk] = [q, k] S;  u = beta v - (alpha beta) Yk;  o = alpha Yq + (q . k) u;  S' = alpha S + k u^T
+    [y, r] = [q, k]^T S;  u = beta v - (alpha beta) r;  o = alpha y + (q . k) u;  S' = alpha S + k u^T
 
 which is u = beta (v - (alpha S)^T k), o = S'^T q without forming S' for rows that nobody continues. Siblings read
 their parent's state in one product. Neither the tree nor the batch enters a row's arithmetic: the K sum of the product
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.kernels.tree import TreeBatch
+from specla.kernels.tree import Step, TreeBatch
 
 
 def verify_exact(
@@ -42,15 +42,16 @@ def verify_exact(
         qk, v, g, beta = (x.index_select(0, batch.cell_rows) for x in (qk, v, g, beta))
     if qk.shape[2] != v.shape[1]:
         qk = qk.repeat_interleave(v.shape[1] // qk.shape[2], 2)
+    qk = qk.contiguous()
     alpha, beta = torch.exp(g).unsqueeze(-1), beta.unsqueeze(-1)  # [R, HV, 1]
     wanted, strength = v * beta, alpha * beta
     if batch.roots_only:
-        read, recalled = _read_roots(qk, state)
+        y, recalled = _read_roots(qk, state)
         u = torch.addcmul(wanted, strength, recalled, value=-1)
     else:
-        read, u = _walk(qk.contiguous(), wanted, strength, alpha, state, batch)
+        y, u = _walk(qk, wanted, strength, alpha, state, batch)
     overlap = (qk[:, 0] * qk[:, 1]).sum(-1, keepdim=True)  # [R, HV, 1]
-    o = torch.mul(alpha, read, out=torch.empty_like(u)).addcmul_(overlap, u)
+    o = torch.mul(alpha, y, out=torch.empty_like(u)).addcmul_(overlap, u)
     if batch.row_cells is not None:
         o, u = o.index_select(0, batch.row_cells), u.index_select(0, batch.row_cells)
     return o, u
@@ -75,47 +76,50 @@ def check_shapes(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, 
 
 
 def _read_roots(qk: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q S and k S, both [B, HV, V], of one row a session: plain decoding."""
+    """S^T q and S^T k, both [B, HV, V], of one row a session: plain decoding."""
     sessions, heads, key_width, value_width = state.shape
     left = qk.transpose(1, 2).reshape(sessions * heads, 2, key_width)
     product = torch.bmm(left, state.view(-1, key_width, value_width))  # [B HV, 2, V]
-    read, recalled = product.view(sessions, heads, 2, value_width).unbind(2)
-    return read, recalled
+    y, recalled = product.view(sessions, heads, 2, value_width).unbind(2)
+    return y, recalled
 
 
 def _walk(
     qk: Tensor, wanted: Tensor, strength: Tensor, alpha: Tensor, state: Tensor, batch: TreeBatch
 ) -> tuple[Tensor, Tensor]:
-    """q S and u, both [R, HV, V], of all cells; each step forms one state and reads it for all who continue it."""
+    """S^T q and u, both [R, HV, V], of all cells; each step forms one state and reads it for all who continue it."""
     rows, _, heads, key_width = qk.shape
-    value_width = wanted.shape[2]
-    sizes = batch.step_sizes
-    u = torch.empty(rows, heads, value_width)
-    product = torch.empty(heads, rows, 2, value_width)
-    flat_product = product.view(heads, 2 * rows, value_width)
-    flat_qk = qk.view(2 * rows, heads, key_width).transpose(0, 1)  # [HV, 2 R, K]
-    pairs = [2 * size for size in sizes]
+    sizes = [step.size for step in batch.steps]
+    u = torch.empty_like(wanted)
     per_step = zip(
         batch.steps,
-        flat_qk.split_with_sizes(pairs, 1),
-        flat_product.split_with_sizes(pairs, 1),
-        product[:, :, 1].split_with_sizes(sizes, 1),
-        wanted.transpose(0, 1).split_with_sizes(sizes, 1),
-        strength.transpose(0, 1).split_with_sizes(sizes, 1),
-        u.transpose(0, 1).split_with_sizes(sizes, 1),
+        qk.view(2 * rows, heads, key_width).transpose(0, 1).split_with_sizes([2 * size for size in sizes], 1),
+        *(x.transpose(0, 1).split_with_sizes(sizes, 1) for x in (wanted, strength, u)),
         strict=True,
     )
-    keys = qk[:, 1].unsqueeze(-1).unbind(0)  # [HV, K, 1] each
-    factors, decays = u.unsqueeze(2).unbind(0), alpha.unsqueeze(-1).unbind(0)  # [HV, 1, V], [HV, 1, 1] each
+    keys, factors = qk[:, 1].unsqueeze(-1).unbind(0), u.unsqueeze(2).unbind(0)  # [HV, K, 1], [HV, 1, V] each
+    decays = alpha.unsqueeze(-1).unbind(0)  # [HV, 1, 1] each
     stored = state.unbind(0)
-    before: list[Tensor] = []  # the state that each cell reads, [HV, K, V]
-    for step, left, result, recalled, target, pull, factor in per_step:
+    states: list[Tensor | None] = []  # what each step reads, [HV, K, V]; None once it is overwritten
+    products: list[Tensor] = []  # S^T q and S^T k of each step's cells, alternating, [HV, 2 size, V]
+    for step, left, target, pull, factor in per_step:
         if step.parent < 0:
             read_state = stored[step.session]
         else:
-            parent = step.parent
-            read_state = (before[parent] * decays[parent]).addcmul_(keys[parent], factors[parent])
-        torch.bmm(left, read_state, out=result)
-        torch.addcmul(target, pull, recalled, value=-1, out=factor)  # [HV, size, V]
-        before += [read_state] * (step.stop - step.start)
-    return product[:, :, 0].transpose(0, 1), u
+            read_state = _decayed(step, states, batch, decays[step.parent])
+            read_state.addcmul_(keys[step.parent], factors[step.parent])
+        product = torch.bmm(left, read_state)
+        torch.addcmul(target, pull, product[:, 1::2], value=-1, out=factor)  # [HV, size, V]
+        products.append(product)
+        states.append(read_state)
+    return torch.cat(products, 1)[:, ::2].transpose(0, 1), u
+
+
+def _decayed(step: Step, states: list[Tensor | None], batch: TreeBatch, decay: Tensor) -> Tensor:
+    """The decayed state [HV, K, V] that a step's own is formed from; states that roots read are stored, and copied."""
+    before = states[step.source]
+    assert before is not None
+    if step.last_use and batch.steps[step.source].parent >= 0:
+        states[step.source] = None
+        return before.mul_(decay)
+    return before * decay

@@ -27,11 +27,15 @@ class Step(NamedTuple):
     """Cells that read one state: a session's root, or all children of one cell."""
 
     session: int
-    """Whose stored state is read; -1 where `parent`'s state is."""
+    """Whose stored state is read; -1 where a step forms its own."""
     parent: int
-    """The cell whose state is read; -1 for a root."""
-    start: int
-    stop: int
+    """The cell whose state is formed and read; -1 for a root."""
+    source: int
+    """The step that `parent` itself belongs to, whose state its own is formed from; -1 for a root."""
+    last_use: bool
+    """Whether no later step forms a state from `source`'s."""
+    size: int
+    """How many cells: steps cover the cells in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,23 +140,20 @@ class TreeBatch:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The order in which states are read; together the steps cover the cells once, in their order."""
-        steps = []
-        start = 0
+        """The order in which states are read."""
+        steps: list[Step] = []
+        step_of: list[int] = []  # for each cell so far
         for session, (offset, topology) in enumerate(zip(self.offsets, self.topologies, strict=False)):
-            steps.append(Step(session, -1, start, start + 1))
-            first, start = start, start + 1
+            first = len(step_of)
+            step_of.append(len(steps))
+            steps.append(Step(session, -1, -1, False, 1))
             for cell in range(first, first + len(topology)):
                 children = len(topology.children[self.cells[cell] - offset])
                 if children:
-                    steps.append(Step(-1, cell, start, start + children))
-                    start += children
-        return tuple(steps)
-
-    @cached_property
-    def step_sizes(self) -> tuple[int, ...]:
-        """The number of cells of each step."""
-        return tuple(step.stop - step.start for step in self.steps)
+                    step_of += [len(steps)] * children
+                    steps.append(Step(-1, cell, step_of[cell], False, children))
+        last_use = {step.source: index for index, step in enumerate(steps)}
+        return tuple(step._replace(last_use=last_use[step.source] == i) for i, step in enumerate(steps))
 
     @cached_property
     def padded(self) -> PaddedTrees:
