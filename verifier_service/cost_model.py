@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 _RECENT = 7  # passes whose median says how loaded the machine is now
 _SLOW = 0.02  # how quickly a number of rows gets a figure of its own
+_SHORTEST_S = 1e-6  # a clock may stand still between two readings
 _MAX_JUMP = 2.0  # a pass that took longer than so many times the forecast was disturbed
 _MAX_SESSIONS = 8  # passes of more sessions share one correction
 _FIRST_BUDGET = 16
@@ -45,7 +46,7 @@ class PassTimes:
 
     def observe(self, rows: int, sessions: int, seconds: float) -> float:
         """Learn from a pass; returns its duration as it counts, a disturbed pass being cut to twice the forecast."""
-        forecast = self.predict(rows, sessions)
+        forecast, seconds = self.predict(rows, sessions), max(seconds, _SHORTEST_S)
         ratio = min(max(seconds / forecast, 1 / _MAX_JUMP), _MAX_JUMP)
         key = self._key(rows, sessions)
         self._corrections[key] = self._corrections.get(key, 1.0) * ratio**_SLOW

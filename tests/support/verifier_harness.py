@@ -149,3 +149,13 @@ class Drafter(Reader):
             return [i for i in list(self.items) if i.session_id == session_id and i.WhichOneof("item") == "closed"]
 
         return self.wait(found)[0].closed.reason
+
+
+class HandClock:
+    """A clock that a test turns by hand; post something after turning it, so that the scheduler looks."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
