@@ -1,5 +1,6 @@
 """`specla serve all`: Generate over gRPC, with verifier and drafters in the same process."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class AllInOne:
         """Let running generations end for `drain_s`, then cancel the rest."""
         await self._server.stop()
         self._coordinator.close()
-        self._parts.close()
+        await asyncio.to_thread(self._parts.close)
 
 
 async def serve_all(values: dict[str, Any]) -> AllInOne:

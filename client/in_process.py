@@ -31,7 +31,7 @@ class InProcess:
         """
         self._tokenizer = Tokenizer.load(config.target)
         made = [make_drafter(drafter) for drafter in drafters]  # before the target: refuses sooner
-        self.scheduler = Scheduler(Engine(config), config)
+        self.scheduler = Scheduler(Engine(config), config).start()
         self.drafters = [
             LocalDrafter(drafter, settings, self.scheduler) for drafter, settings in zip(made, drafters, strict=True)
         ]
@@ -41,10 +41,10 @@ class InProcess:
         return Coordinator([self.scheduler], self.drafters, self._tokenizer, config)
 
     def close(self) -> None:
-        """Detach the drafters and end the engine's thread; sessions that still run are cancelled."""
+        """Detach the drafters and end the engine's thread; sessions that still run are failed. Blocks."""
         for drafter in self.drafters:
             drafter.close()
-        self.scheduler.close()
+        self.scheduler.stop()
 
 
 async def load(config: VerifierConfig, drafters: Sequence[DrafterConfig]) -> InProcess:

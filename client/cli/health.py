@@ -1,6 +1,7 @@
 """`specla health HOST:PORT`: the standard health check, for containers and people."""
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import typer
@@ -33,9 +34,8 @@ def health(address: str, service: str, timeout: float, ca: str | None) -> None:
     )
     with open_channel as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout
-            )
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs leave the methods out
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
             state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         except grpc.RpcError as error:
             state = error.code().name

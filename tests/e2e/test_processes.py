@@ -1,0 +1,198 @@
+"""What only shows with processes that can be killed, and the command line against them."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from joined import Joined
+from processes import Service, command
+
+from specla.client import Client, Delta, GenerateResult
+from specla.client.results import Collector
+
+PROMPT = "Question: Tom has 12 apples and gives 5 to Ann. How many apples has he left? Answer:"
+OPTIONS = {"temperature": 1.0, "seed": 21, "ignore_eos": True}
+
+
+def generate_and(client: Client, event_after: int, happens: Callable[[], None], **options: object) -> GenerateResult:
+    """A generation during which something happens, once so many tokens have come."""
+    collector, tokens = Collector(), 0
+    for event in client.stream(PROMPT, **(OPTIONS | options)):  # type: ignore[arg-type]
+        collector.add(event)
+        if isinstance(event, Delta):
+            if tokens < event_after <= tokens + len(event.token_ids):
+                happens()
+            tokens += len(event.token_ids)
+    assert tokens > event_after
+    return collector.result()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_killed_drafter_is_followed_by_another_and_the_text_is_the_same(
+    cluster: Cluster, one_process: Joined
+) -> None:
+    want = one_process.client.generate(PROMPT, drafter="none", max_tokens=500, **OPTIONS)
+    doomed = cluster.start_drafter("random")
+    other = cluster.drafters["suffix"]
+    with (
+        cluster.start_coordinator([cluster.verifier], [doomed, other]) as coordinator,
+        Client(coordinator.address) as client,
+    ):
+        attached: list[bool] = []
+
+        def kill() -> None:
+            attached.append(cluster.sessions()[0].drafter_attached)
+            doomed.kill()
+
+        result = generate_and(client, 60, kill, max_tokens=500)
+        assert attached == [True]
+        assert result.token_ids == want.token_ids
+        assert result.text == want.text
+        # And the next request, which asks for the dead one, is served by the one behind it.
+        again = client.generate(PROMPT, drafter=["random", "suffix"], max_tokens=200, **OPTIONS)
+        assert again.token_ids == want.token_ids[:200]
+
+
+def test_without_any_drafter_left_the_text_goes_on(cluster: Cluster, one_process: Joined) -> None:
+    want = one_process.client.generate(PROMPT, drafter="none", max_tokens=400, **OPTIONS)
+    doomed = cluster.start_drafter("lookup")
+    with cluster.start_coordinator([cluster.verifier], [doomed]) as coordinator, Client(coordinator.address) as client:
+        result = generate_and(client, 60, doomed.kill, max_tokens=400)
+        assert result.token_ids == want.token_ids
+
+
+def test_a_killed_verifier_is_followed_by_another_and_the_text_is_the_same(
+    cluster: Cluster, one_process: Joined
+) -> None:
+    want = one_process.client.generate(PROMPT, drafter="none", max_tokens=400, **OPTIONS)
+    doomed = cluster.start_verifier()
+    drafter = cluster.drafters["suffix"]
+    with (
+        cluster.start_coordinator([doomed, cluster.verifier], [drafter]) as coordinator,
+        Client(coordinator.address) as client,
+    ):
+        wait_until(lambda: coordinator.log.read_text().count("verifier connected") == 2)
+        result = generate_and(client, 80, doomed.kill, max_tokens=400)
+        assert result.token_ids == want.token_ids
+        assert result.text == want.text
+    wait_until(lambda: not cluster.sessions())
+
+
+def test_a_killed_client_leaves_no_session(cluster: Cluster) -> None:
+    client = subprocess.Popen(
+        command("generate", PROMPT, "--server", cluster.coordinator.address, "--ignore-eos", "--max-tokens", "4000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert client.stdout is not None
+    assert client.stdout.read(1)
+    assert len(cluster.sessions()) == 1
+    client.kill()
+    client.wait()
+    wait_until(lambda: not cluster.sessions(), 3.0)
+
+
+class TestCommandLine:
+    def run(self, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command(*arguments), input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_one_json_object_the_same_here_and_there(self, cluster: Cluster) -> None:
+        flags = ["--max-tokens", "20", "--temperature", "0.7", "--seed", "3", "--drafter", "suffix", "--json"]
+        here = self.run("generate", PROMPT, *flags, "--target", str(cluster.target), "--threads", "1")
+        there = self.run("generate", "-", *flags, "--server", cluster.coordinator.address, stdin=PROMPT)
+        assert (here.returncode, there.returncode) == (0, 0), here.stderr + there.stderr
+        one, other = json.loads(here.stdout), json.loads(there.stdout)
+        assert list(one) == ["text", "token_ids", "finish_reason", "seed", "usage"]
+        assert list(one["usage"]) == [
+            "prompt_tokens",
+            "completion_tokens",
+            "target_passes",
+            "drafted_tokens",
+            "accepted_tokens",
+        ]
+        assert (one["text"], one["token_ids"], one["seed"]) == (other["text"], other["token_ids"], 3)
+        assert len(one["token_ids"]) == one["usage"]["completion_tokens"]
+
+    def test_text_to_stdout_figures_to_stderr(self, cluster: Cluster) -> None:
+        flags = ["--server", cluster.coordinator.address, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
+        whole = self.run("generate", PROMPT, *flags)
+        assert whole.returncode == 0
+        assert whole.stderr.startswith("30 tokens in ")
+        assert "tokens/s" in whole.stderr
+        stop = whole.stdout[4:8]
+        cut = self.run("generate", PROMPT, *flags, "--stop", "never there", "--stop", stop)
+        assert cut.stdout == whole.stdout[: whole.stdout.index(stop)]
+        assert "ended by stop_string" in cut.stderr
+
+    def test_wrong_values_exit_2(self, cluster: Cluster) -> None:
+        for flags in (["--top-p", "0"], ["--temperature", "nan"], ["--max-tokens", "-3"], ["--drafter", "nobody"]):
+            done = self.run("generate", PROMPT, "--server", cluster.coordinator.address, *flags)
+            assert done.returncode == 2, flags
+            assert done.stderr.startswith("specla: ")
+
+    def test_an_interrupt_exits_130_and_frees_the_session(self, cluster: Cluster) -> None:
+        flags = ["--server", cluster.coordinator.address, "--ignore-eos", "--max-tokens", "4000"]
+        client = subprocess.Popen(command("generate", PROMPT, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert client.stdout is not None
+        assert client.stdout.read(1)
+        client.send_signal(signal.SIGINT)
+        _, stderr = client.communicate(timeout=20)
+        assert client.returncode == 130
+        assert b"Traceback" not in stderr
+        wait_until(lambda: not cluster.sessions(), 3.0)
+
+    def test_health_and_doctor(self, cluster: Cluster) -> None:
+        address = cluster.coordinator.address
+        done = self.run("health", address, "--service", "specla.v1.GenerationService")
+        assert (done.returncode, done.stdout) == (0, f"{address} specla.v1.GenerationService: SERVING\n")
+        done = self.run("doctor", "--target", str(cluster.target))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ready to generate" in done.stdout
+        assert "torch:" in done.stdout
+
+    def test_a_busy_port_is_refused(self, cluster: Cluster) -> None:
+        port = cluster.coordinator.address.rpartition(":")[2]
+        done = self.run("serve", "drafter", "--name", "lookup", "--port", port)
+        assert done.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_serve_all_answers_reads_its_file_and_stops_well(
+    tiny_target: Path, tmp_path: Path, one_process: Joined
+) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(f'target = "{tiny_target}"\nthreads = 1\nport = 0\ndrafters = ["lookup"]\n')
+    service = Service("all", "--config", str(file), log=tmp_path / "all.log", ready_as="coordinator")
+    with service, Client(service.address) as client:
+        assert client.model().drafters == ("lookup", "none")
+        want = one_process.client.generate(PROMPT, drafter="none", max_tokens=100, **OPTIONS)
+        assert client.generate(PROMPT, max_tokens=100, **OPTIONS).token_ids == want.token_ids
+        # Told to stop in the middle of a text, it ends the text first.
+        result = generate_and(client, 50, lambda: os.kill(service.process.pid, signal.SIGTERM), max_tokens=400)
+        assert len(result.token_ids) == 400
+        assert service.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_service_that_is_not_ready_yet(number: signal.Signals, tiny_target: Path) -> None:
+    waiting = subprocess.Popen(
+        command("serve", "coordinator", "--port", "0", "--verifiers", "127.0.0.1:1", "--tokenizer", str(tiny_target)),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert waiting.stderr is not None
+    time.sleep(2.0)
+    waiting.send_signal(number)
+    assert waiting.wait(10) == 0

@@ -1,0 +1,46 @@
+"""A verifier, drafters and a coordinator, a process each."""
+
+import contextlib
+import time
+from pathlib import Path
+
+import grpc
+from processes import Service
+
+from specla.v1 import verifier_pb2, verifier_pb2_grpc
+
+DRAFTERS = ("suffix", "lookup", "random")
+MAX_PROMPT = 4096
+
+
+class Cluster:
+    """A verifier, drafters and a coordinator, a process each."""
+
+    def __init__(self, target: Path, logs: Path, stack: contextlib.ExitStack) -> None:
+        self.target = target
+        self.logs = logs
+        self._stack = stack
+        self.verifier = self.start_verifier()
+        self.drafters = {name: self.start_drafter(name) for name in DRAFTERS}
+        self.coordinator = self.start_coordinator([self.verifier], list(self.drafters.values()))
+
+    def start_verifier(self) -> Service:
+        limits = ("--max-prompt-tokens", str(MAX_PROMPT), "--threads", "1", "--max-sessions", "8")
+        return self._start("verifier", "--target", str(self.target), *limits)
+
+    def start_drafter(self, name: str) -> Service:
+        return self._start("drafter", "--name", name)
+
+    def start_coordinator(self, verifiers: list[Service], drafters: list[Service]) -> Service:
+        flags = [f"--verifiers={one.address}" for one in verifiers] + [f"--drafters={one.address}" for one in drafters]
+        return self._start("coordinator", "--tokenizer", str(self.target), *flags)
+
+    def sessions(self, verifier: Service | None = None) -> list[verifier_pb2.SessionInfo]:
+        """What ListSessions says."""
+        with grpc.insecure_channel((verifier or self.verifier).address) as channel:
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            return list(stub.ListSessions(verifier_pb2.ListSessionsRequest(), timeout=10).sessions)
+
+    def _start(self, role: str, *arguments: str) -> Service:
+        log = self.logs / f"{role}-{time.monotonic_ns()}.log"
+        return self._stack.enter_context(Service(role, "--port", "0", *arguments, log=log))
