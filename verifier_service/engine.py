@@ -174,7 +174,7 @@ class Engine:
         """
         if session.feature_ring is None:
             return FeatureSlice(from_position, torch.zeros(0, 0, self.target.weights.config.hidden_size))
-        return session.feature_ring.read(from_position, to_position)
+        return session.feature_ring.read(from_position, min(to_position, session.committed_len - 1))
 
     def measure_pass_times(self, rows: Sequence[int] = MEASURED_ROWS, repeats: int = 3) -> dict[int, float]:
         """Shortest duration in seconds of one session's pass, by number of rows, over a chain of candidates.

@@ -1,0 +1,41 @@
+"""The ring of hidden states against a plain list."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specla.verifier_service.features import FeatureRing, FeatureWindow
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.integers(1, 25), min_size=1, max_size=8),
+    st.integers(0, 120),
+    st.integers(0, 120),
+)
+def test_ring_keeps_the_last_positions(window: int, counts: list[int], start: int, stop: int) -> None:
+    ring = FeatureRing(FeatureWindow((0, 1), window), hidden_size=3)
+    recorded: list[torch.Tensor] = []
+    for count in counts:
+        base = len(recorded)
+        states = torch.arange(base, base + count).float()[:, None, None] + torch.tensor([0.0, 0.5])[None, :, None]
+        states = states.expand(count, 2, 3)
+        ring.record([states[:, 0], states[:, 1]])
+        recorded += states.unbind(0)
+    assert ring.end == len(recorded)
+    found = ring.read(start, stop)
+    first = max(start, len(recorded) - window)
+    wanted = recorded[first : min(stop, len(recorded))]
+    assert found.from_position == first
+    assert found.values.shape == (len(wanted), 2, 3)
+    if wanted:
+        assert torch.equal(found.values, torch.stack(wanted))
+
+
+def test_a_read_is_a_copy() -> None:
+    ring = FeatureRing(FeatureWindow((0,), 2), hidden_size=1)
+    ring.record([torch.tensor([[1.0], [2.0]])])
+    before = ring.read(0, 2).values
+    ring.record([torch.tensor([[3.0]])])
+    assert before.flatten().tolist() == [1.0, 2.0]
+    assert ring.read(0, 3).values.flatten().tolist() == [2.0, 3.0]
