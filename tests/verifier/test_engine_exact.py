@@ -1,4 +1,4 @@
-"""Exact mode: whatever is drafted, batched or rejected, every log-probability of a text has the bits of plain decoding."""
+"""Exact mode: whatever is drafted, batched or rejected, every log-probability has the bits of plain decoding."""
 
 import random
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _right_chain(tokens: list[int]) -> tuple[list[int], list[int]]:
 
 
 def test_same_bits_in_any_company(engine: Engine) -> None:
-    """Sessions of different prompts, seeds and drafts join, sit out and leave passes in random order (faults 1, 6, 8)."""
+    """Sessions of different prompts, seeds and drafts join, sit out and leave passes in any order (faults 1, 6, 8)."""
     rng = random.Random(3)
     samplings = list(SAMPLINGS.values())
     prompts = [random_prompt(VOCAB, rng.randint(1, 40), seed) for seed in range(7)]
