@@ -1,5 +1,113 @@
 """Subcommands of `specla data` and `specla train`."""
+
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-data = typer.Typer(help="Build training data.")
-train = typer.Typer(help="Train models.")
+data = typer.Typer(help="Build training data.", no_args_is_help=True)
+train = typer.Typer(help="Train models.", no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option(help="Folder of the built data.")]
+
+
+@data.command("build")
+def build_data(
+    out: Out = Path("data"),
+    config: Annotated[Path | None, typer.Option(help="TOML list of sources; the packaged one unless given.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 8192,
+    sums: Annotated[int, typer.Option(help="Worked sums to make.")] = 120_000,
+    puzzles_each: Annotated[int, typer.Option(help="Problems a reasoning-gym generator.")] = 3_000,
+) -> None:
+    """Fetch openly licensed packages and make documents, tokenizer, token streams and manifest of them."""
+    from specla.training.data.build import BuildConfig, build
+    from specla.training.data.sources import PACKAGED, SourceError, load_sources
+
+    try:
+        chosen = BuildConfig(vocab_size=vocab_size, sums=sums, puzzles_each=puzzles_each)
+        typer.echo(build(load_sources(config or PACKAGED), out, chosen, typer.echo))
+    except SourceError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@data.callback()
+def _data() -> None:
+    """Build training data."""
+
+
+@train.callback()
+def _train() -> None:
+    """Train models."""
+
+
+@train.command("target")
+def train_target(
+    config: Annotated[Path, typer.Option(help="TOML file with the tables shape and train.")],
+    data: Out = Path("data"),
+    out: Annotated[Path, typer.Option(help="Folder of the run; a checkpoint in it is resumed.")] = Path("runs/target"),
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; run again to go on.")] = None,
+) -> None:
+    """Train the target model; the result lies in OUT/model, the loss curve in OUT/loss.svg."""
+    import torch
+
+    from specla.training.target.checkpoint import ResumeError
+    from specla.training.target.config import ConfigError, load_config
+    from specla.training.target.trainer import Trainer
+
+    try:
+        trainer = Trainer(load_config(config), data, out, torch.device(device))
+    except (ConfigError, ResumeError, FileNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    done = trainer.run(seconds)
+    typer.echo(f"{trainer.step} of {trainer.config.steps} steps; {'complete' if done else 'run again to go on'}")
+
+
+@train.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Option(help="Folder of a model in Hugging Face format.")],
+    data: Out = Path("data"),
+    out: Annotated[Path, typer.Option(help="JSON file that the results are added to.")] = Path("eval.json"),
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    test_tokens: Annotated[int, typer.Option(help="Most test tokens a domain.")] = 200_000,
+    part: Annotated[str, typer.Option(help="model, baselines or both.")] = "both",
+) -> None:
+    """Measure a target on held-out documents, beside a 5-gram model and xz."""
+    from tokenizers import Tokenizer
+
+    from specla.training.target.checkpoint import load_model
+    from specla.training.target.evaluate import (
+        evaluate_baselines,
+        evaluate_model,
+        held_out_documents,
+        merge_results,
+    )
+
+    if part not in ("model", "baselines", "both"):
+        raise typer.BadParameter(f"{part!r} is none of model, baselines, both", param_hint="--part")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokens = data / "tokens"
+    if part != "baselines":
+        target = load_model(model).to(device)
+        documents = held_out_documents(data)
+        merge_results(out, evaluate_model(target, tokenizer, documents, tokens, test_tokens=test_tokens, seed=1))
+    if part != "model":
+        merge_results(out, evaluate_baselines(tokenizer, tokens, test_tokens=test_tokens))
+    typer.echo(out)
+
+
+@data.command("prompts")
+def write_held_out_prompts(
+    folder: Annotated[Path, typer.Option("--data", help="Folder of the built data.")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="JSON lines file to write.")] = Path("benchmarks/prompts/held_out.jsonl"),
+) -> None:
+    """Cut 200 prompts out of held-out documents: prose, code, worked maths, repetitive code."""
+    from tokenizers import Tokenizer
+
+    from specla.training.data.documents import read_documents
+    from specla.training.data.held_out import write_prompts
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    typer.echo(write_prompts(read_documents(folder / "held_out.jsonl"), tokenizer, out, seed=1))
