@@ -1,0 +1,48 @@
+"""Exact mode's promise, proved at start-up on the build, processor and weights at hand."""
+
+import torch
+
+from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
+from specla.rpc.errors import InternalError
+from specla.verifier_service.state import StateStore
+from specla.verifier_service.targets.gated_deltanet import TargetWeights, tree_pass
+
+CHECKED_ROWS = (2, 3, 5, 8, 13, 17, 32)
+STATE_SCALE = 0.1
+
+
+@torch.inference_mode()
+def prove_rows_independent(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
+    """Run one root and the same candidate many times over, in trees of several sizes: all their logits must be equal.
+
+    Uses the store's scratch slot, from a random state; leaves it empty. Takes about as long as 2 + max_rows passes.
+
+    Raises:
+        InternalError: some row's bits depended on the rows beside it.
+    """
+    slot, vocab = store.scratch_slot, weights.config.vocab_size
+    random = torch.Generator().manual_seed(0)
+    for x in (store.recurrent_state[slot], store.conv_state[slot]):
+        x.copy_(torch.randn(x.shape, generator=random) * STATE_SCALE)
+    root, candidate = (int(i) for i in torch.randint(vocab, (2,), generator=random))
+
+    def logits(candidates: int) -> torch.Tensor:
+        batch = pack([Topology.from_wire([-1] * candidates)])
+        tokens = torch.tensor([root, *[candidate] * candidates])
+        out = tree_pass(weights, tokens, batch, store.recurrent_state, store.conv_state, [slot]).logits
+        assert out is not None
+        return out
+
+    expected = torch.cat((logits(0), logits(1)[1:]))  # the root alone, then the candidate
+    for rows in dict.fromkeys((*(n for n in CHECKED_ROWS if n < max_rows), max_rows)):
+        if rows < 2:
+            continue
+        found = logits(rows - 1)
+        if not (torch.equal(found[0], expected[0]) and torch.equal(found[1:], expected[1:].expand(rows - 1, -1))):
+            raise InternalError(
+                f"with this build of PyTorch a token's bits depend on the {rows} rows of its pass",
+                hint="Exact mode cannot be kept here: choose numerics 'fast', or another build or thread count",
+                metadata={"torch": torch.__version__, "threads": str(torch.get_num_threads())},
+            )
+    store.clear(slot)
