@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.kernels.gated_delta import check_shapes
+from specla.kernels.gated_delta import check_shapes, verify_exact
 from specla.kernels.tree import TreeBatch
 
 _LOWEST_LOG = -1e4  # e^-104 is already 0 in float32; finite, so that 0 times it is 0
@@ -25,7 +25,12 @@ _LOWEST_LOG = -1e4  # e^-104 is already 0 in float32; finite, so that 0 times it
 def verify_fast(
     qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, batch: TreeBatch
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and factors of all rows; arguments, results and errors as for `gated_delta.verify_exact`."""
+    """Outputs and factors of all rows; arguments, results and errors as for `gated_delta.verify_exact`.
+
+    A batch without candidates has nothing to factorise and takes the exact form, which is then the faster one.
+    """
+    if batch.roots_only:
+        return verify_exact(qk, v, g, beta, state, batch)
     check_shapes(qk, v, g, beta, state, batch)
     trees, sessions, n = batch.padded, batch.sessions, batch.padded.width
     value_heads, key_width, value_width = state.shape[1:]
@@ -60,6 +65,8 @@ def verify_fast(
 
 def _path_decays(g: Tensor, batch: TreeBatch) -> Tensor:
     """e^D of g [B, N, HV] as [B HV, N, N + 1]: column 0 from before the root, then from each row; 0 off the path."""
-    trees = batch.padded
-    on_path = trees.path * g.clamp(min=_LOWEST_LOG).transpose(1, 2).unsqueeze(2)  # [B, HV, N, N]
-    return torch.matmul(on_path, trees.below).add_(trees.off_path).exp_().flatten(0, 1)
+    trees, (sessions, n, heads) = batch.padded, g.shape
+    g = g.clamp(min=_LOWEST_LOG).transpose(1, 2).contiguous()  # [B, HV, N]
+    on_path = trees.path * g.unsqueeze(2)  # [B, HV, N, N]
+    sums = torch.bmm(on_path.view(sessions, heads * n, n), trees.below)  # [B, HV N, N + 1]
+    return sums.view(sessions, heads, n, n + 1).add_(trees.off_path).exp_().flatten(0, 1)

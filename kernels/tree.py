@@ -47,7 +47,7 @@ class PaddedTrees:
         rows: int64 [B * N], the batch's row of each place, padding repeating the session's root; None without padding.
         places: int64 [R], the place of each row; None without padding.
         path: float32 [B, 1, N, N], 1 where the column's row is the row itself or above it.
-        below: float32 [B, 1, N, N + 1], 1 where the row is strictly below the column; column 0 stands before the root.
+        below: float32 [B, N, N + 1], 1 where the row is strictly below the column; column 0 stands before the root.
         off_path: float32 [B, 1, N, N + 1], -inf where the column is neither the row itself nor above it, else 0.
     """
 
@@ -231,4 +231,4 @@ def _padded(batch: TreeBatch) -> PaddedTrees:
         rows = torch.tensor([o + (i if i < n else 0) for o, n in zip(starts, sizes, strict=True) for i in range(width)])
         places = torch.tensor([b * width + i for b, n in enumerate(sizes) for i in range(n)])
     below = torch.cat((before_root, strict), 2)
-    return PaddedTrees(width, rows, places, *(x.unsqueeze(1) for x in (path, below, off_path)))
+    return PaddedTrees(width, rows, places, path.unsqueeze(1), below, off_path.unsqueeze(1))
