@@ -8,7 +8,8 @@ from specla.rpc import errors
 from specla.rpc.errors import InvalidRequestError, SpeclaError
 
 DOMAIN = "specla"
-MAX_TEXT = 1024  # gRPC drops details beyond some 16 KiB; ours stay far below
+MAX_BYTES = 400  # of one text: gRPC drops details beyond some 16 KiB, and ours stay below 4 KiB
+MAX_FACTS = 8
 
 _BY_REASON: dict[str, type[SpeclaError]] = {
     cls.reason: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, SpeclaError)
@@ -17,19 +18,21 @@ _BY_REASON: dict[str, type[SpeclaError]] = {
 
 def to_status(error: SpeclaError) -> status_pb2.Status:
     """The status of an error, with ErrorInfo and, where they apply, BadRequest, Help text and RetryInfo."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    for name, value in list(error.metadata.items())[:MAX_FACTS]:
+        info.metadata[_cut(name, 40)] = _cut(value, 200)
     if error.hint:
-        info.metadata["hint"] = error.hint[:MAX_TEXT]
+        info.metadata["hint"] = _cut(error.hint)
     details = [_pack(info)]
     if isinstance(error, InvalidRequestError):
         bad = error_details_pb2.BadRequest()
-        bad.field_violations.add(field=error.field, description=str(error)[:MAX_TEXT])
+        bad.field_violations.add(field=_cut(error.field, 100), description=_cut(str(error)))
         details.append(_pack(bad))
     if isinstance(error, errors.CapacityError):
         delay = Duration()
         delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=code_pb2.Code.Value(error.code), message=error.message[:MAX_TEXT], details=details)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.code), message=_cut(error.message), details=details)
 
 
 def from_status(status: status_pb2.Status) -> SpeclaError:
@@ -61,3 +64,8 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | 
     packed = Any()
     packed.Pack(message)
     return packed
+
+
+def _cut(text: str, size: int = MAX_BYTES) -> str:
+    """At most so many bytes of a text, whole characters."""
+    return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore")
