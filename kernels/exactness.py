@@ -64,10 +64,11 @@ def check_exactness(*, heads: int, value_heads: int, key_width: int, value_width
         if not _same_recurrence(qk, normal(rows, value_heads, value_width), g, beta, state):
             faults.append("verify_exact")
     if faults:
+        instructions = torch.backends.cpu.get_cpu_capability()
         raise InexactBuildError(
             f"{', '.join(faults)}: a row's bits depend on the other rows of its pass, with PyTorch "
-            f"{torch.__version__}, {torch.get_num_threads()} threads and {torch.backends.cpu.get_cpu_capability()} instructions. Exact mode "
-            "would not be lossless here: use fast mode, another number of threads, or another build of PyTorch"
+            f"{torch.__version__}, {torch.get_num_threads()} threads and {instructions} instructions. Exact mode would "
+            "not be lossless here: use fast mode, another number of threads, or another build of PyTorch"
         )
 
 
