@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from specla.rpc.channel import ClientTls
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.remote_verifier import RemoteVerifier
 from specla.rpc.serving import GrpcServer
+from specla.rpc.waker import LoopWaker
 from specla.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -127,10 +129,11 @@ class Joins:
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
-    """Parses, calls, serialises."""
+    """Parses, calls, serialises; made on the event loop that serves."""
 
     def __init__(self, config: DrafterConfig, joins: Joins) -> None:
         self._joins = joins
+        self._waker = LoopWaker(asyncio.get_running_loop())
         self._info = drafter_pb2.GetDrafterResponse(
             drafter_id=uuid.uuid4().hex, name=joins.drafter_name, max_sessions=config.max_sessions
         )
@@ -146,12 +149,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> AsyncIterator[drafter_pb2.DraftSessionResponse]:
         """Draft for one session until it ends, the call is cancelled, or the verifier is lost (UNAVAILABLE)."""
         join = await self._joins.to(request.verifier_address)
-        loop, bell = asyncio.get_running_loop(), asyncio.Event()
-
-        def ring() -> None:
-            loop.call_soon_threadsafe(bell.set)
-
-        attachment = join.draft_session(request, ring)
+        bell = asyncio.Event()
+        attachment = join.draft_session(request, partial(self._waker.call, bell.set))
         try:
             while True:
                 await bell.wait()
@@ -168,7 +167,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
 
 class DrafterServer:
-    """A drafter service that can be started and stopped.
+    """A drafter service that can be started and stopped; made on the event loop that serves.
 
     Raises:
         InvalidRequestError: the config cannot be served, or the drafter cannot be made.
