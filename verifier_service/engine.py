@@ -26,7 +26,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.features import FINAL_NORM, FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.memory import MemoryAccount
 from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
-from specla.verifier_service.self_check import prove_rows_independent
+from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.session import Session
 from specla.verifier_service.state import PendingPath, StateStore
 from specla.verifier_service.target import Target
@@ -64,7 +64,7 @@ class Engine:
         self._sessions: set[Session] = set()
         self._last_factors: PassFactors | None = None
         if config.numerics == "exact":
-            prove_rows_independent(self.target.weights, self._store, config.max_rows)
+            prove_exact(self.target.weights, self._store, config.max_rows)
 
     @property
     def free_slots(self) -> int:

@@ -2,6 +2,8 @@
 
 import torch
 
+from specla.kernels.dense import DenseError, verify_row_independence
+from specla.kernels.exactness import InexactBuildError, check_exactness
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.rpc.errors import InternalError
@@ -12,14 +14,41 @@ CHECKED_ROWS = (2, 3, 5, 8, 13, 17, 32)
 STATE_SCALE = 0.1
 
 
-@torch.inference_mode()
-def prove_rows_independent(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
-    """Run one root and the same candidate many times over, in trees of several sizes: all their logits must be equal.
-
-    Uses the store's scratch slot, from a random state; leaves it empty. Takes about as long as 2 + max_rows passes.
+def prove_exact(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
+    """Check every operation at the model's shapes, then whole passes of this model.
 
     Raises:
         InternalError: some row's bits depended on the rows beside it.
+    """
+    config = weights.config
+    try:
+        verify_row_independence(weights.dense_weights())
+        check_exactness(
+            heads=config.num_heads,
+            value_heads=config.value_heads,
+            key_width=config.head_dim,
+            value_width=config.head_v_dim,
+            taps=config.conv_size,
+            hidden=config.hidden_size,
+        )
+    except (DenseError, InexactBuildError) as error:
+        raise _broken_promise(str(error)) from None
+    _compare_passes(weights, store, max_rows)
+
+
+def _broken_promise(what: str) -> InternalError:
+    return InternalError(
+        what,
+        hint="Exact mode cannot be kept here: choose numerics 'fast', or another build or thread count",
+        metadata={"torch": torch.__version__, "threads": str(torch.get_num_threads())},
+    )
+
+
+@torch.inference_mode()
+def _compare_passes(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
+    """Run one root and the same candidate many times over, in trees of several sizes: all their logits must be equal.
+
+    Uses the store's scratch slot, from a random state; leaves it empty.
     """
     slot, vocab = store.scratch_slot, weights.config.vocab_size
     random = torch.Generator().manual_seed(0)
@@ -40,9 +69,5 @@ def prove_rows_independent(weights: TargetWeights, store: StateStore, max_rows: 
             continue
         found = logits(rows - 1)
         if not (torch.equal(found[0], expected[0]) and torch.equal(found[1:], expected[1:].expand(rows - 1, -1))):
-            raise InternalError(
-                f"with this build of PyTorch a token's bits depend on the {rows} rows of its pass",
-                hint="Exact mode cannot be kept here: choose numerics 'fast', or another build or thread count",
-                metadata={"torch": torch.__version__, "threads": str(torch.get_num_threads())},
-            )
+            raise _broken_promise(f"with this build of PyTorch a token's bits depend on the {rows} rows of its pass")
     store.clear(slot)

@@ -5,8 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from specla.kernels.dense import numerics_tag
 from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -56,7 +55,7 @@ class Target:
             weights=weights,
             weight_bytes=weights.nbytes,
             model_name=_model_name(folder),
-            numerics_id=_numerics_id(config, checkpoint.digest),
+            numerics_id=_numerics_id(config, weights, checkpoint.digest),
             tokenizer_hash=hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
         )
 
@@ -66,16 +65,15 @@ def _model_name(folder: Path) -> str:
     return str(values.get("_name_or_path") or folder.resolve().name)
 
 
-def _numerics_id(config: VerifierConfig, digest: str) -> str:
+def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) -> str:
     parts = (
         "cpu",
-        torch.backends.cpu.get_cpu_capability().lower(),
         "float32",
         config.numerics,
-        f"arithmetic{ARITHMETIC}",
-        f"torch{torch.__version__}",
-        f"threads{config.threads}",
-        f"chunk{config.prefill_chunk}",
+        f"arithmetic-{ARITHMETIC}",
+        numerics_tag(weights.dense_weights()),
+        f"threads-{config.threads}",
+        f"chunk-{config.prefill_chunk}",
         digest[:16],
     )
-    return "-".join(parts)
+    return "/".join(parts)

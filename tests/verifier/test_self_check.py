@@ -8,7 +8,7 @@ from generations import engine_of
 
 from specla.kernels.dense import DenseWeight
 from specla.rpc.errors import InternalError
-from specla.verifier_service.self_check import prove_rows_independent
+from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets import gated_deltanet
 
@@ -19,7 +19,7 @@ def test_a_product_that_depends_on_its_rows_is_found(
 ) -> None:
     weights = engine_of(tiny_target).target.weights
     store = StateStore(weights.config, 1)
-    prove_rows_independent(weights, store, max_rows=33)
+    prove_exact(weights, store, max_rows=33)
     assert not store.recurrent_state.any()
     right = gated_deltanet.exact_linear
 
@@ -31,5 +31,5 @@ def test_a_product_that_depends_on_its_rows_is_found(
 
     monkeypatch.setattr(gated_deltanet, "exact_linear", wrong)
     with pytest.raises(InternalError, match="the 17 rows") as error:
-        prove_rows_independent(weights, store, max_rows=33)
+        prove_exact(weights, store, max_rows=33)
     assert "fast" in error.value.hint

@@ -61,9 +61,11 @@ class TargetWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prepared weights."""
+        """Bytes of the prepared weights; fast mode holds its matrices twice (see `DenseWeight`)."""
         small = [x for layer in self.layers for x in (layer.attn_norm, layer.conv, layer.o_norm, layer.mlp_norm)]
-        return sum(x.nbytes for x in (self.embeddings, self.norm, *small, *self.dense_weights()))
+        numbers = sum(w.out_features * w.in_features for w in self.dense_weights())
+        copies = 2 if self.mode == "fast" else 1
+        return sum(x.nbytes for x in (self.embeddings, self.norm, *small)) + 4 * copies * numbers
 
     def dense_weights(self) -> list[DenseWeight]:
         """Every matrix that a pass multiplies with."""
@@ -102,15 +104,19 @@ def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mo
     """Merge projections and lay the weights out for passes; `tensors` as `load_checkpoint` gives them."""
     layers = []
     for i in range(config.num_hidden_layers):
-        layers.append(_prepare_layer(config, tensors, f"model.layers.{i}."))
+        layers.append(_prepare_layer(config, tensors, f"model.layers.{i}.", mode))
     embeddings = tensors[EMBEDDINGS].float()
     head = tensors[EMBEDDINGS if config.tie_word_embeddings else HEAD]
-    return TargetWeights(
-        config, mode, embeddings, tuple(layers), tensors["model.norm.weight"].float(), DenseWeight(head)
-    )
+    norm = tensors["model.norm.weight"].float()
+    return TargetWeights(config, mode, embeddings, tuple(layers), norm, _dense(head, mode))
 
 
-def _prepare_layer(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], prefix: str) -> LayerWeights:
+def _dense(weight: Tensor, mode: Mode) -> DenseWeight:
+    """Fast mode also keeps the plain layout, which is the faster one for a single row."""
+    return DenseWeight(weight.float() if weight.dtype == torch.float16 else weight, keep_plain=mode == "fast")
+
+
+def _prepare_layer(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], prefix: str, mode: Mode) -> LayerWeights:
     def get(name: str) -> Tensor:
         return tensors[prefix + name]
 
@@ -123,14 +129,14 @@ def _prepare_layer(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], p
     conv = torch.cat([get(f"attn.{name}_conv1d.weight") for name in "qkv"])  # [D, 1, W]
     return LayerWeights(
         attn_norm=get("attn_norm.weight").float(),
-        in_proj=DenseWeight(torch.cat(parts)),
+        in_proj=_dense(torch.cat(parts), mode),
         conv=conv.squeeze(1).T.float().contiguous(),
         gates=gate,
         o_norm=get("attn.o_norm.weight").float(),
-        o_proj=DenseWeight(get("attn.o_proj.weight")),
+        o_proj=_dense(get("attn.o_proj.weight"), mode),
         mlp_norm=get("mlp_norm.weight").float(),
-        gate_up=DenseWeight(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
-        down=DenseWeight(get("mlp.down_proj.weight")),
+        gate_up=_dense(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]), mode),
+        down=_dense(get("mlp.down_proj.weight"), mode),
     )
 
 
