@@ -3,10 +3,13 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar, Unpack
 
 from specla.client.options import DEFAULT_TIMEOUT_S, Options, build_request
 from specla.client.results import Collector, Event, GenerateResult
+from specla.rpc.errors import SessionCancelledError
 from specla.v1 import generation_pb2
 
 T = TypeVar("T")
@@ -17,24 +20,54 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._closing = False
+        self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; an interrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine there and wait for it; an interrupt here cancels it there.
+
+        Raises:
+            SessionCancelledError: the thread was closed meanwhile.
+        """
+        with self._submitting:
+            if self._closing:
+                work.close()
+                raise SessionCancelledError("this client is closed", hint="make a new one")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
+        except CancelledError:
+            raise SessionCancelledError("this client was closed", hint="close it when its work is done") from None
         except BaseException:
             future.cancel()
             raise
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing
+
     def close(self) -> None:
-        """Stop the loop and its thread. Harmless twice."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        """Cancel what runs there, stop the loop and its thread. Harmless twice."""
+        with self._submitting:  # what was submitted before is cancelled, nothing comes after
+            if self._closing:
+                return
+            self._closing = True
+            last = asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop)
+        last.result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()  # streams that nobody is reading now
 
 
 class Pump(Generic[T]):
@@ -73,10 +106,8 @@ class BlockingGenerator:
         Raises:
             SpeclaError: what went wrong, and how to mend it; its class says what kind.
         """
-        collector = Collector()
-        for event in self.stream(prompt, **options):
-            collector.add(event)
-        return collector.result()
+        timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
+        return self._thread.run(_collect(self._events(build_request(prompt, options), timeout)))
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
         """The same as it comes: Started, Deltas, Finished. Closing the iterator cancels the generation."""
@@ -92,5 +123,14 @@ class BlockingGenerator:
             while (event := self._thread.run(pump.next())) is not None:
                 yield event
         finally:
-            if not self._thread.loop.is_closed():
+            with suppress(SessionCancelledError):  # the client is closed, and the generator with it
                 self._thread.run(pump.close())
+
+
+async def _collect(events: AsyncGenerator[Event, None]) -> GenerateResult:
+    """All of it on the loop: no hop between threads for each event."""
+    collector = Collector()
+    async with aclosing(events):
+        async for event in events:
+            collector.add(event)
+    return collector.result()

@@ -69,7 +69,7 @@ class Local(BlockingGenerator):
 
     def close(self) -> None:
         """Cancel what runs, free the target. Harmless twice."""
-        if not self._thread.loop.is_closed():
+        if not self._thread.closed:
             self._thread.loop.call_soon_threadsafe(self._coordinator.close)
             self._thread.close()
             self._parts.close()

@@ -112,7 +112,7 @@ class Client(BlockingGenerator):
 
     def close(self) -> None:
         """Close the channel; generations of this client are cancelled. Harmless twice."""
-        if not self._thread.loop.is_closed():
+        if not self._thread.closed:
             self._thread.run(self._client.close())
             self._thread.close()
 
