@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import structlog
 
 from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.connections import Connections
@@ -13,6 +14,8 @@ from specla.client.default_target import default_target
 from specla.client.tokenizer import Tokenizer
 from specla.rpc.serving import GrpcServer, ServingConfig
 from specla.v1 import generation_pb2, generation_pb2_grpc
+
+log = structlog.get_logger(__name__)
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -78,6 +81,7 @@ class CoordinatorServer:
             ServiceUnavailableError: the port is taken.
         """
         await self._server.start()
+        log.info("listening", address=self._server.address)
         await self._connections.start()
 
     async def stop(self) -> None:
