@@ -50,10 +50,10 @@ bench: $(RUN) ## list the benchmarks
 # ---------------------------------------------------------------- test
 
 test: $(DEV) ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu"
 
 test-gpu: $(DEV) ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/pytest -m gpu
 
 lint: $(DEV) ## ruff: rules and layout
 	$(BIN)/ruff check .
@@ -89,7 +89,7 @@ wheel: $(DEV) ## build dist/specla-*.whl
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
 wheel-check: $(DEV) ## prove that wheel and editable install hold the same modules
-	$(BIN)/python -m pytest tests/house/test_packaging.py
+	$(BIN)/pytest tests/house/test_packaging.py
 
 compose-check: ## have docker-compose read deploy/compose.yaml
 	docker-compose -f deploy/compose.yaml --env-file deploy/.env.example config --quiet

@@ -1,6 +1,7 @@
 """The arrows between the parts: who may import whom, read from the source of every file."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,10 @@ ARROWS: dict[str, set[str]] = {
     "specla.verifier_service": _SHARED | {"specla.kernels"},
     "specla.drafter_service": _SHARED | {"specla.kernels"},
     "specla.client": _SHARED,
+    # Generation in one process: the engine and how its parts are joined, the SDK's face of it, a server over it.
+    "specla.client.in_process": _SHARED | _SERVICES,
     "specla.client.local": _SHARED | _SERVICES,
+    "specla.client.all_in_one": _SHARED | _SERVICES,
     "specla.client.cli": _SHARED | _SERVICES,
     "specla.training": _SHARED | _SERVICES | {"specla.kernels"},
     "specla.benchmarks": _SHARED | _SERVICES | {"specla.kernels", "specla.client", "specla.training", "specla.models"},
@@ -69,6 +73,11 @@ def violations(root: Path, files: list[Path]) -> list[str]:
             if no_grpc and target.split(".")[0] in {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}:
                 found.append(f"{path}:{line}: {module} may not know of gRPC ({target})")
     return found
+
+
+def test_the_root_is_not_on_the_path() -> None:
+    """Otherwise `kernels`, `client` and the like would be packages of their own, and hide others of that name."""
+    assert ROOT not in {Path(place or ".").resolve() for place in sys.path}
 
 
 def test_arrows_hold() -> None:
