@@ -32,10 +32,10 @@ class Step(NamedTuple):
     """The cell whose state is formed and read; -1 for a root."""
     source: int
     """The step that `parent` itself belongs to, whose state its own is formed from; -1 for a root."""
-    last_use: bool
-    """Whether no later step forms a state from `source`'s."""
     size: int
     """How many cells: steps cover the cells in their order."""
+    last_use: bool
+    """Whether no later step forms a state from `source`'s."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,19 +141,19 @@ class TreeBatch:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The order in which states are read."""
-        steps: list[Step] = []
+        reads: list[tuple[int, int, int, int]] = []  # session, parent, source and size of each step
         step_of: list[int] = []  # for each cell so far
         for session, (offset, topology) in enumerate(zip(self.offsets, self.topologies, strict=False)):
             first = len(step_of)
-            step_of.append(len(steps))
-            steps.append(Step(session, -1, -1, False, 1))
+            step_of.append(len(reads))
+            reads.append((session, -1, -1, 1))
             for cell in range(first, first + len(topology)):
                 children = len(topology.children[self.cells[cell] - offset])
                 if children:
-                    step_of += [len(steps)] * children
-                    steps.append(Step(-1, cell, step_of[cell], False, children))
-        last_use = {step.source: index for index, step in enumerate(steps)}
-        return tuple(step._replace(last_use=last_use[step.source] == i) for i, step in enumerate(steps))
+                    step_of += [len(reads)] * children
+                    reads.append((-1, cell, step_of[cell], children))
+        last_use = {source: index for index, (_, _, source, _) in enumerate(reads)}
+        return tuple(Step(*read, last_use[read[2]] == index) for index, read in enumerate(reads))
 
     @cached_property
     def padded(self) -> PaddedTrees:
@@ -161,7 +161,7 @@ class TreeBatch:
         return _padded(self)
 
     @cached_property
-    def _taps(self) -> dict[int, tuple[Tensor, tuple[Tensor, ...]]]:
+    def _taps(self) -> dict[int, Tensor]:
         return {}
 
     def taps(self, width: int) -> Tensor:
@@ -169,26 +169,22 @@ class TreeBatch:
 
         Indices are into the B windows of width - 1 inputs, session after session, followed by the R rows.
         """
-        return self._width(width)[0]
-
-    def window_after(self, width: int, row: int) -> Tensor:
-        """int64 [width - 1]: where the window after the batch's row `row` lies, indexed as in `taps`."""
-        return self._width(width)[1][row]
-
-    def _width(self, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         if width not in self._taps:
             before = width - 1
-            inputs: list[list[int]] = []
             base = self.sessions * before
+            inputs: list[list[int]] = []
             for session, topology in enumerate(self.topologies):
                 window = list(range(session * before, (session + 1) * before))
                 first = len(inputs)
                 for row, parent in enumerate(topology.parent_rows):
                     above = window if parent < 0 else inputs[first + parent][1:]
                     inputs.append([*above, base + first + row])
-            table = torch.tensor(inputs)  # [R, width]
-            self._taps[width] = table.T.reshape(-1), tuple(table[:, 1:].contiguous().unbind(0))
+            self._taps[width] = torch.tensor([index for tap in zip(*inputs, strict=True) for index in tap])
         return self._taps[width]
+
+    def window_after(self, width: int, row: int) -> Tensor:
+        """int64 [width - 1]: where the window after the batch's row `row` lies, indexed as in `taps`."""
+        return self.taps(width)[row + self.rows :: self.rows]
 
 
 def pack(topologies: Sequence[Topology]) -> TreeBatch:

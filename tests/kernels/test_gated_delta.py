@@ -45,7 +45,9 @@ def assert_near_reference(form: Verify, rows: Rows, state: Tensor, batch: TreeBa
 
 def serial(rows: Rows, state: Tensor, batch: TreeBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Each row as plain decoding would produce it: one-row passes and one-row commits along its path."""
-    outputs, factors, states = [], [], []
+    outputs: list[Tensor] = []
+    factors: list[Tensor] = []
+    states: list[Tensor] = []
     for row, parent in enumerate(batch.parents):
         session = int(batch.row_session[row])
         before = state[session : session + 1] if parent < 0 else states[parent]

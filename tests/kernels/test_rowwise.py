@@ -9,7 +9,9 @@ from tree_cases import rms_ratio
 
 from specla.kernels import exactness, reference
 from specla.kernels.exactness import InexactBuildError, check_exactness
+from specla.kernels.gated_delta import verify_exact
 from specla.kernels.rowwise import gate_parameters, gates, l2_normalise, rms_norm, silu
+from specla.kernels.tree import TreeBatch
 
 
 def normal(*shape: int) -> Tensor:
@@ -98,11 +100,10 @@ def test_an_inexact_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_inexact_recurrence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Tensor) -> tuple[Tensor, Tensor]:
-        o, u = verify(*args)
-        return o, u * (1 + 1e-6 * (args[0].shape[0] > 1))
+    def wrong(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+        o, u = verify_exact(qk, v, g, beta, state, batch)
+        return o, u * (1 + 1e-6 * (batch.rows > 1))
 
-    verify = exactness.verify_exact
     monkeypatch.setattr(exactness, "verify_exact", wrong)
     with pytest.raises(InexactBuildError, match=r"^verify_exact:"):
         check_exactness(heads=2, value_heads=2, key_width=16, value_width=16, taps=4, hidden=64)
