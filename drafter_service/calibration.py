@@ -48,7 +48,7 @@ class Calibration:
         memory: trials of a class after which its counts are halved.
     """
 
-    def __init__(self, broader: "Calibration | None" = None, *, trust: float = 4.0, memory: float = 64.0) -> None:
+    def __init__(self, broader: "Calibration | None" = None, *, trust: float = 16.0, memory: float = 128.0) -> None:
         self._broader = broader
         self._trust = trust
         self._memory = memory

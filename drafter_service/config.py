@@ -31,7 +31,7 @@ class DrafterConfig(ServingConfig):
         max_ngram: lookup: tokens of context at which the search for the longest match begins.
         share_history: suffix: draft from earlier outputs of this process as well, whoever asked for them. No text
             passes from one session to another, but a text's speed can tell that the like was produced before.
-        history_tokens: suffix: tokens of earlier outputs kept, if `share_history`.
+        history_tokens: suffix: tokens of earlier outputs kept, some 400 bytes each, if `share_history`.
         seed: random, oracle: equal seeds draft alike.
         random_probability: random: what it claims of each of its worthless candidates.
         oracle_file: oracle: JSON lines, each {"token_ids": [prompt and output]}.

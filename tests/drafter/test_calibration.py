@@ -37,7 +37,7 @@ def test_learns_a_rate(rate: float) -> None:
 
 
 def test_forgets() -> None:
-    calibration, cell = Calibration(memory=32), cell_of(0, 0, 5, 1.0)
+    calibration, cell = Calibration(memory=32, trust=4), cell_of(0, 0, 5, 1.0)
     for _ in range(1000):
         calibration.count(cell, True)
     for _ in range(60):
@@ -46,12 +46,12 @@ def test_forgets() -> None:
 
 
 def test_a_session_starts_from_what_the_process_has_learnt_and_departs_from_it() -> None:
-    process, cell = Calibration(memory=1000), cell_of(0, 0, 5, 1.0)
-    for _ in range(500):
+    process, cell = Calibration(memory=2000), cell_of(0, 0, 5, 1.0)
+    for _ in range(900):
         Calibration(process).count(cell, True)
     session = Calibration(process)
     assert session.chance(cell) > 0.95
-    for _ in range(30):
+    for _ in range(100):
         session.count(cell, False)
     assert session.chance(cell) < 0.2
     assert Calibration(process).chance(cell) > 0.8
