@@ -6,13 +6,16 @@ never rise on the way down, so the best n are closed under ancestors. What is le
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
 _RECENT = 7  # passes whose median says how loaded the machine is now
-_SLOW = 0.02  # how quickly a number of rows gets a figure of its own
+_FIRST_SHARE = 0.5  # how far a number of rows goes towards the first pass seen of it
+_LEAST_SHARE = 0.02  # and towards every later one, in the long run
+_FORGET = 0.002  # how far figures of other numbers of rows go back towards the measurement meanwhile
 _SHORTEST_S = 1e-6  # a clock may stand still between two readings
 _MAX_JUMP = 2.0  # a pass that took longer than so many times the forecast was disturbed
 _MAX_SESSIONS = 8  # passes of more sessions share one correction
@@ -35,21 +38,26 @@ class PassTimes:
         self._seconds = [table[rows] for rows in self._rows]
         self._load = 1.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._corrections: dict[tuple[int, int], float] = {}
+        self._corrections: dict[tuple[int, int], float] = {}  # natural logarithms
+        self._seen: Counter[tuple[int, int]] = Counter()
         self._base: list[float] = [0.0]
 
     def predict(self, rows: int, sessions: int = 1) -> float:
         """Seconds that a pass of so many rows of so many sessions takes now."""
         while len(self._base) <= rows:
             self._base.append(self._measured(len(self._base)))
-        return self._base[rows] * self._corrections.get(self._key(rows, sessions), 1.0) * self._load
+        return self._base[rows] * exp(self._corrections.get(self._key(rows, sessions), 0.0)) * self._load
 
     def observe(self, rows: int, sessions: int, seconds: float) -> float:
         """Learn from a pass; returns its duration as it counts, a disturbed pass being cut to twice the forecast."""
         forecast, seconds = self.predict(rows, sessions), max(seconds, _SHORTEST_S)
         ratio = min(max(seconds / forecast, 1 / _MAX_JUMP), _MAX_JUMP)
         key = self._key(rows, sessions)
-        self._corrections[key] = self._corrections.get(key, 1.0) * ratio**_SLOW
+        self._seen[key] += 1
+        share = max(_LEAST_SHARE, _FIRST_SHARE / self._seen[key])
+        for other in self._corrections:  # a figure made by one disturbed pass must not stand for ever
+            self._corrections[other] *= 1 - _FORGET
+        self._corrections[key] = self._corrections.get(key, 0.0) + share * log(ratio)
         self._recent.append(self._load * seconds / forecast)
         self._load = median(self._recent)
         return min(seconds, _MAX_JUMP * forecast)

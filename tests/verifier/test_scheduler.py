@@ -306,6 +306,7 @@ def test_health_follows_the_thread(verifier: Scheduler, monkeypatch: pytest.Monk
         raise SystemError("the scheduler itself is broken")
 
     monkeypatch.setattr(verifier._roster, "expire", dies)
+    verifier.ask(lambda: None)  # the thread looks up
     assert isinstance(coordinator.failure(session), ServiceUnavailableError)
     coordinator.wait(lambda: coordinator.link.lost)
     verifier.stop()

@@ -1,0 +1,182 @@
+"""What drafters cost and gain, in a time that is counted, not measured: every pass takes what the table says.
+
+The clock is turned by the engine (a pass), by the drafter (its work) and by nothing else, so that the scheduler's
+decisions are the same on any machine, and the promises about speed can be held to the microsecond.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from verifier_harness import Coordinator, HandClock
+
+from specla.v1 import verifier_pb2
+from specla.v1.verifier_pb2 import DraftItem
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.cost_model import PassTimes
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.scheduler import Scheduler
+from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
+
+PROMPT = [72, 101, 108, 108, 111]
+TOKENS = 200
+TABLE = {1: 0.0130, 2: 0.0138, 3: 0.0146, 5: 0.0165, 9: 0.0245, 17: 0.0430, 33: 0.0800}
+TIMES = PassTimes(TABLE)
+
+
+class CountedEngine(Engine):
+    """An engine whose passes take what the table says."""
+
+    clock: HandClock
+
+    def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
+        results = super().run_pass(items)
+        self.clock.now += TIMES.predict(sum(len(item.topology) for item in items))
+        return results
+
+
+class Drafter:
+    """Drafts chains inside `wake`, each token right with a chance, and claims another one."""
+
+    def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, takes_s: float):
+        self.text, self.right, self.claim, self.takes_s = text, right, claim, takes_s
+        self.known: list[int] = []
+        self.chance = random.Random(5)
+        self.probes = 0
+        self.budgets: list[int] = []
+        self.verifier = verifier
+        self.seq = 1
+        self.link = verifier.connect_drafter(self.draft)
+
+    def attach(self, session: bytes, token: bytes) -> None:
+        attach = verifier_pb2.Attach(attach_token=token)
+        self.link.send([DraftItem(session_id=session, seq=1, attach=attach)])
+
+    def draft(self) -> None:
+        for item in self.link.take():
+            kind = item.WhichOneof("item")
+            if kind == "closed":
+                return
+            news = getattr(item, kind)
+            self.known += news.tokens
+            if self.budgets and not self.budgets[-1] and news.node_budget:
+                self.probes += 1
+            self.budgets.append(news.node_budget)
+            if news.node_budget:
+                self.verifier._clock.now += self.takes_s  # type: ignore[attr-defined]
+                self.send(item.session_id, news.node_budget)
+
+    def send(self, session: bytes, budget: int) -> None:
+        start = len(self.known) - len(PROMPT)
+        tokens = [
+            token if self.chance.random() < self.right else (token + 1) % 320
+            for token in self.text[start : start + min(budget, 8)]
+        ]
+        topology = verifier_pb2.Topology(
+            base_len=len(self.known),
+            root_token=self.known[-1],
+            tokens=tokens,
+            parents=range(-1, len(tokens) - 1),
+            log_probs=[self.claim] * len(tokens),
+        )
+        self.seq += 1
+        self.link.send([DraftItem(session_id=session, seq=self.seq, topology=topology)])
+
+
+@pytest.fixture
+def verifier(tiny_target: Path) -> Iterator[Scheduler]:
+    clock = HandClock()
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=4)
+    engine = CountedEngine(config)
+    engine.clock = clock
+    with Scheduler(engine, config, clock).start(PassTimes(TABLE)) as verifier:
+        yield verifier
+
+
+@pytest.fixture(scope="module")
+def text(tiny_target: Path) -> list[int]:
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=1)
+    with Scheduler(Engine(config), config).start(PassTimes(TABLE)) as verifier:
+        coordinator = Coordinator(verifier)
+        return coordinator.finish(coordinator.start(PROMPT, max_tokens=TOKENS))
+
+
+RunWith = Callable[..., tuple[float, Drafter]]
+
+
+@pytest.fixture
+def run_with(verifier: Scheduler, text: list[int]) -> RunWith:
+    def run(*, right: float, claim: float, takes_s: float = 0.0003) -> tuple[float, Drafter]:
+        """Seconds that the text took, and its drafter."""
+        coordinator = Coordinator(verifier)
+        session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
+        coordinator.wait_for(session, "prefilled")
+        drafter = Drafter(verifier, text, right=right, claim=claim, takes_s=takes_s)
+        drafter.attach(session, coordinator.attach_token(session))
+        began = verifier._clock()
+        coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=10**6))
+        assert coordinator.finish(session) == text
+        return verifier._clock() - began, drafter
+
+    return run
+
+
+PLAIN_S = TOKENS * TABLE[1]
+
+
+@pytest.mark.parametrize("claim", [-0.001, -0.7, -5.0])
+@pytest.mark.parametrize("takes_s", [0.0003, 0.004])
+def test_a_worthless_drafter_costs_next_to_nothing(run_with: RunWith, claim: float, takes_s: float) -> None:
+    """Never right, whatever it claims and however slow it is: at least 0.97 of plain speed, probes apart."""
+    spent_s, drafter = run_with(right=0.0, claim=claim, takes_s=takes_s)
+    most_probes = TOKENS // PROBE_EVERY
+    assert drafter.probes <= most_probes
+    probes_s = drafter.probes * 4 * (takes_s + TABLE[5] - TABLE[1])
+    assert PLAIN_S / (spent_s - probes_s - ALLOWED_S) >= 0.97
+    assert PLAIN_S / spent_s >= 0.94
+
+
+@pytest.mark.parametrize("claim", [-0.001, -2.0])
+def test_a_good_drafter_gains_whatever_it_claims(run_with: RunWith, claim: float) -> None:
+    spent_s, _ = run_with(right=0.9, claim=claim)
+    assert PLAIN_S / spent_s > 2.0
+
+
+def test_a_middling_drafter_gains_a_little(run_with: RunWith) -> None:
+    spent_s, drafter = run_with(right=0.5, claim=-0.7)
+    assert PLAIN_S / spent_s > 1.3
+    assert drafter.probes == 0
+
+
+def test_a_perfect_drafter_is_asked_for_more(run_with: RunWith) -> None:
+    spent_s, drafter = run_with(right=1.0, claim=-0.01)
+    assert PLAIN_S / spent_s > 3.0
+    assert min(drafter.budgets) >= 8
+
+
+def test_a_silent_drafter_costs_little_more_than_its_allowance(verifier: Scheduler, text: list[int]) -> None:
+    """It attaches and never drafts: the session waits in vain a few times, then hardly ever."""
+    coordinator = Coordinator(verifier)
+    session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
+    coordinator.wait_for(session, "prefilled")
+    link = verifier.connect_drafter(lambda: None)
+    attach = verifier_pb2.Attach(attach_token=coordinator.attach_token(session))
+    link.send([DraftItem(session_id=session, seq=1, attach=attach)])
+    clock = verifier._clock
+    began, over = clock(), threading.Event()
+
+    def let_time_pass() -> None:
+        """While the scheduler's thread sleeps in a wait, time goes on."""
+        if not over.is_set():
+            clock.now += 1e-4  # type: ignore[attr-defined]
+            verifier._mailbox.post(let_time_pass)
+
+    coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=10**6))
+    let_time_pass()
+    assert coordinator.finish(session) == text
+    over.set()
+    spent_s = clock() - began - 1e-4 * TOKENS  # a turn passes at each token, waiting or not
+    assert spent_s <= PLAIN_S * 1.02 + ALLOWED_S + 0.01
