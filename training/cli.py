@@ -48,8 +48,11 @@ def train_target(
     out: Annotated[Path, typer.Option(help="Folder of the run; a checkpoint in it is resumed.")] = Path("runs/target"),
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; run again to go on.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Training tokens in all, instead of the configuration's.")] = None,
 ) -> None:
     """Train the target model; the result lies in OUT/model, the loss curve in OUT/loss.svg."""
+    import dataclasses
+
     import torch
 
     from specla.training.target.checkpoint import ResumeError
@@ -57,7 +60,10 @@ def train_target(
     from specla.training.target.trainer import Trainer
 
     try:
-        trainer = Trainer(load_config(config), data, out, torch.device(device))
+        settings = load_config(config)
+        if tokens is not None:
+            settings = dataclasses.replace(settings, tokens=tokens)
+        trainer = Trainer(settings, data, out, torch.device(device))
     except (ConfigError, ResumeError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -4,7 +4,7 @@ import ast
 import json
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +47,10 @@ def _functions(document: Document) -> Iterator[FunctionProbe]:
                 yield FunctionProbe(document.source, head, "\n".join(lines[docstring.end_lineno or 0 : end]))
 
 
-def prompts(documents: Iterable[Document], tokenizer: Tokenizer, *, seed: int) -> Iterator[dict[str, str]]:
-    """Prompts out of held-out documents: {id, domain, text}, 30 to 300 tokens each.
+def prompts(
+    documents: Iterable[Document], tokenizer: Tokenizer, *, seed: int, wanted: Mapping[str, int] = PROMPTS
+) -> Iterator[dict[str, str]]:
+    """Prompts out of held-out documents: {id, domain, text}, 30 to 300 tokens each, so many of a kind as wanted.
 
     Raises:
         ValueError: the held-out documents yield too few prompts of a kind.
@@ -56,18 +58,18 @@ def prompts(documents: Iterable[Document], tokenizer: Tokenizer, *, seed: int) -
     r = random.Random(seed)
     held_out = [d for d in documents if d.split != "train"]
     r.shuffle(held_out)
-    for kind, wanted in PROMPTS.items():
+    for kind, number in wanted.items():
         domain = "code" if kind == "repetitive-code" else kind
         cut = [c for d in held_out if d.domain == domain for c in _cut(d, tokenizer, r)]
         if kind == "repetitive-code":
             cut.sort(key=lambda c: -_repetition(c[1]))
         elif kind == "code":  # the most repetitive ones are the other kind's
             cut.sort(key=lambda c: -_repetition(c[1]))
-            cut = cut[PROMPTS["repetitive-code"] * 2 :]
+            cut = cut[wanted.get("repetitive-code", 0) * 2 :]
             r.shuffle(cut)
-        if len(cut) < wanted:
-            raise ValueError(f"held-out {domain} yields {len(cut)} prompts; {wanted} are wanted")
-        for i, (text, _) in enumerate(cut[:wanted]):
+        if len(cut) < number:
+            raise ValueError(f"held-out {domain} yields {len(cut)} prompts; {number} are wanted")
+        for i, (text, _) in enumerate(cut[:number]):
             yield {"id": f"{kind}-{i:03}", "domain": kind, "text": text}
 
 

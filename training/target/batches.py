@@ -40,39 +40,39 @@ class Batches:
         for domain, stream in zip(domains, streams, strict=True):
             if len(stream) <= length:
                 raise ValueError(f"the stream of {domain} holds {len(stream)} tokens; a row needs {length + 1}")
-        self._rows = [(len(stream) - 1) // length for stream in streams]
-        self._bases = np.cumsum([0, *map(len, streams[:-1])])
         self.tokens = torch.from_numpy(np.concatenate(streams).astype(np.int32)).to(device)
         edges = np.cumsum([mix[domain] for domain in domains])
         draw = np.random.default_rng(seed).random(steps * batch) * edges[-1]
-        self._domain = np.searchsorted(edges, draw, side="right").clip(max=len(domains) - 1)
-        self._nth = np.empty(steps * batch, np.int64)  # how often the row's domain was drawn before it
-        for i in range(len(domains)):
-            chosen = self._domain == i
-            self._nth[chosen] = np.arange(chosen.sum())
-        self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
+        domain_of = np.searchsorted(edges, draw, side="right").clip(max=len(domains) - 1)
+        starts = np.empty(steps * batch, np.int64)
+        base = 0
+        for i, stream in enumerate(streams):
+            chosen = domain_of == i
+            starts[chosen] = base + self._places(len(stream), int(chosen.sum()), i)
+            base += len(stream)
+        self.starts = torch.from_numpy(starts).to(device)  # on the device, so that no step waits for a copy
         self.distinct = {domain: len(stream) for domain, stream in zip(domains, streams, strict=True)}
+
+    def _places(self, tokens: int, count: int, stream: int) -> NDArray[np.int64]:
+        """The first `count` row starts of a stream: all its rows in a shuffled order, then again in another."""
+        rows = (tokens - 1) // self.length
+        epochs = range(-(-count // rows))
+        orders = [np.random.default_rng([self.seed, stream, epoch]).permutation(rows) for epoch in epochs]
+        return np.concatenate(orders or [np.empty(0, np.int64)])[:count] * self.length
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step: two `[batch, length]` int64 tensors, the second one token later."""
-        rows = range(step * self.batch, (step + 1) * self.batch)
-        starts = torch.tensor([self._start(row) for row in rows], device=self.tokens.device)
+        starts = self.starts[step * self.batch : (step + 1) * self.batch]
         window = starts[:, None] + torch.arange(self.length + 1, device=self.tokens.device)
         ids = self.tokens[window].long()
         return ids[:, :-1], ids[:, 1:]
 
-    def _start(self, row: int) -> int:
-        domain, nth = int(self._domain[row]), int(self._nth[row])
-        epoch, place = divmod(nth, self._rows[domain])
-        key = (domain, epoch)
-        if key not in self._orders:
-            self._orders[key] = np.random.default_rng([self.seed, domain, epoch]).permutation(self._rows[domain])
-        return int(self._bases[domain] + self._orders[key][place] * self.length)
-
 
 def validation_rows(folder: Path, domain: str, *, length: int, rows: int, device: torch.device) -> Tensor:
-    """The first rows of a domain's validation stream: `[rows, length + 1]` int64, fewer rows if it is short."""
+    """The first rows of a domain's validation stream: `[rows, length + 1]` int64, repeated if it is short."""
     stream = np.asarray(read_shard(folder, domain, "validation"))
-    rows = min(rows, (len(stream) - 1) // length)
-    cut = np.stack([stream[i * length : (i + 1) * length + 1] for i in range(rows)])
+    held = (len(stream) - 1) // length
+    if held < 1:
+        raise ValueError(f"the validation stream of {domain} holds {len(stream)} tokens; a row needs {length + 1}")
+    cut = np.stack([stream[i % held * length : (i % held + 1) * length + 1] for i in range(rows)])
     return torch.from_numpy(cut.astype(np.int64)).to(device)

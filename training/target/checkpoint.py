@@ -14,6 +14,7 @@ from specla.training.target.config import TargetShape, TrainConfig
 from specla.training.target.model import TargetModel
 
 CHECKPOINT = "checkpoint.pt"
+FREE = ("tokens", "save_every_seconds", "validate_every", "compile")  # what a resumed run may change
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -45,15 +46,19 @@ def load_checkpoint(
     """Restore a run; returns the next step and the history, (0, []) where there is no checkpoint.
 
     Raises:
-        ResumeError: the checkpoint was written with other settings.
+        ResumeError: the checkpoint was written with other settings. The number of tokens may change while the rate
+            has not begun to fall.
     """
     path = folder / CHECKPOINT
     if not path.exists():
         return 0, []
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     written, wanted = json.loads(state["config"]), json.loads(json.dumps(asdict(config)))
-    if changed := sorted(key for key in wanted if written.get(key) != wanted[key]):
+    if changed := sorted(key for key in wanted if key not in FREE and written.get(key) != wanted[key]):
         raise ResumeError(f"{path} was written with other settings for {', '.join(changed)}; use another --out")
+    level = (1 - config.decay) * min(written["tokens"], wanted["tokens"]) / (config.batch * config.length)
+    if written["tokens"] != wanted["tokens"] and state["step"] > level:
+        raise ResumeError(f"{path} stands at step {state['step']}, where the rate falls; its tokens are settled")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["history"]
@@ -69,6 +74,7 @@ def export(model: TargetModel, tokenizer: Path, out: Path) -> None:
         if name != "lm_head.weight"
     }
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # save_file leaves it readable by its owner alone
     generation = {"eos_token_id": 0, "do_sample": False}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for name in TOKENIZER_FILES:

@@ -15,7 +15,6 @@ from specla.training.target.curve import draw_curve
 from specla.training.target.model import TargetModel, boundaries
 
 END_OF_TEXT_ID = 0
-VALIDATION_ROWS = 64
 UNDECAYED = ("A_log", "dt_bias")
 
 
@@ -30,6 +29,7 @@ class Trainer:
         if config.compile:
             for block in self.model.model.layers:
                 block.compile()
+        self.head_loss = torch.compile(head_loss) if config.compile else head_loss
         self.optimizer = make_optimizer(self.model, config)
         self.batches = Batches(
             data / "tokens",
@@ -91,20 +91,23 @@ class Trainer:
         """Mean cross entropy in nats a token; bfloat16 products, float32 sums."""
         where = boundaries(inputs, END_OF_TEXT_ID, self.config.shape.conv_size) if self.config.reset else None
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits = self.model(inputs, where)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            features = self.model.model(inputs, where)
+            loss: Tensor = self.head_loss(features, self.model.lm_head.weight, targets)
+        return loss
 
-    @torch.no_grad()
     def _validate(self) -> None:
+        # Gradients stay switched on and rows come by the batch: either would have the blocks compiled once more.
         entry: dict[str, float] = {"tokens": float(self.step * self.config.batch * self.config.length)}
         for domain, share in self.config.mix.items():
             if share > 0:
                 rows = validation_rows(
-                    self.data / "tokens", domain, length=self.config.length, rows=VALIDATION_ROWS, device=self.device
+                    self.data / "tokens",
+                    domain,
+                    length=self.config.length,
+                    rows=self.config.batch,
+                    device=self.device,
                 )
-                parts = rows.split(self.config.batch)
-                total = sum(self.loss(part[:, :-1], part[:, 1:]).item() * len(part) for part in parts)
-                entry[f"validation_{domain}"] = total / len(rows)
+                entry[f"validation_{domain}"] = self.loss(rows[:, :-1], rows[:, 1:]).item()
         self.history.append(entry)
 
     def save(self) -> None:
@@ -115,6 +118,11 @@ class Trainer:
         """Write the model as it stands in Hugging Face format, and the loss curve."""
         export(self.model, self.data / "tokenizer", self.out / "model")
         draw_curve(self.history, self.out / "loss.svg")
+
+
+def head_loss(features: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats of `[B, T, hidden]` features under a `[vocabulary, hidden]` head."""
+    return F.cross_entropy(F.linear(features, head).flatten(0, 1).float(), targets.flatten())
 
 
 def make_optimizer(model: TargetModel, config: TrainConfig) -> torch.optim.AdamW:
