@@ -115,12 +115,14 @@ class GrpcServer:
         """`host:port` as bound; known once started."""
         return _join(self.config.host, self.port)
 
-    async def start(self) -> None:
-        """Bind and serve.
+    def bind(self) -> None:
+        """Take the port; calls are answered from `start` on. Harmless twice.
 
         Raises:
             ServiceUnavailableError: the port is taken or the address is not this machine's.
         """
+        if self.port:
+            return
         wanted = _join(self.config.host, self.config.port)
         try:
             credentials = _credentials(self.config)
@@ -134,6 +136,10 @@ class GrpcServer:
             raise ServiceUnavailableError(
                 f"cannot listen on {wanted}", hint="Another program has the port; choose another one, or 0 for any"
             )
+
+    async def start(self) -> None:
+        """Serve; binds first, and raises what `bind` raises, if that has not been done."""
+        self.bind()
         await self._server.start()
 
     async def stop(self, grace_s: float | None = None) -> None:

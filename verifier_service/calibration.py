@@ -20,6 +20,7 @@ _PRIOR_WEIGHT = 2.0  # judgements that the drafter's own word counts for
 _LINK_WEIGHT = 6.0  # judgements that the link's rate counts for in a session's
 _UNSEEN_WEIGHT = 0.05  # of a bin without judgements, where neighbours must be made to rise
 _LINK_MEMORY = 0.999
+_LINK_EVERY = 8  # judgements after which a link's rates are worked out anew
 _SESSION_MEMORY = 0.98  # a text changes: the last fifty judgements of a bin matter
 
 
@@ -35,6 +36,7 @@ class Calibrator:
         self._memory = _LINK_MEMORY if link is None else _SESSION_MEMORY
         self._hits = [0.0] * BINS
         self._trials = [0.0] * BINS
+        self._judged = 0
         self._rates: list[float] | None = None
 
     def probabilities(self, log_probs: Sequence[float]) -> list[float]:
@@ -67,9 +69,12 @@ class Calibrator:
     def _judge(self, place: int, hit: bool) -> None:
         self._trials[place] = self._trials[place] * self._memory + 1.0
         self._hits[place] = self._hits[place] * self._memory + hit
-        self._rates = None
+        self._judged += 1
         if self._link is not None:
             self._link._judge(place, hit)
+            self._rates = None
+        elif self._judged % _LINK_EVERY == 0:
+            self._rates = None
 
     def _raw(self) -> tuple[list[float], list[float]]:
         prior, weight = (_CENTRES, _PRIOR_WEIGHT) if self._link is None else (self._link.rates(), _LINK_WEIGHT)

@@ -154,12 +154,13 @@ async def serve_verifier(config: VerifierConfig) -> VerifierServer:
         scheduler.health,
     )
     try:
+        server.bind()
+        scheduler.advertised_address = scheduler.advertised_address or reachable_address(server.address)
         await asyncio.to_thread(scheduler.start)
         await server.start()
     except BaseException:
         await asyncio.to_thread(scheduler.stop)
         raise
-    scheduler.advertised_address = scheduler.advertised_address or reachable_address(server.address)
     log.info("verifier serves", address=server.address, advertised=scheduler.advertised_address)
     return VerifierServer(scheduler, server)
 

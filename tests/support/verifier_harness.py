@@ -54,6 +54,8 @@ class Coordinator(Reader):
     """One Sessions stream."""
 
     def __init__(self, port: VerifierPort):
+        self._sorted: dict[tuple[bytes, str | None], list[SessionEvent]] = {}
+        self._sorted_len = 0
         super().__init__(port.connect_coordinator)
 
     def command(self, session_id: bytes, **command: Any) -> None:
@@ -88,8 +90,11 @@ class Coordinator(Reader):
         return session_id
 
     def events(self, session_id: bytes, kind: str | None = None) -> list[SessionEvent]:
-        mine = [event for event in list(self.items) if event.session_id == session_id]
-        return mine if kind is None else [event for event in mine if event.WhichOneof("event") == kind]
+        for event in self.items[self._sorted_len :]:
+            for key in (event.WhichOneof("event"), None):
+                self._sorted.setdefault((event.session_id, key), []).append(event)
+            self._sorted_len += 1
+        return list(self._sorted.get((session_id, kind), []))
 
     def tokens(self, session_id: bytes) -> list[int]:
         return [token for event in self.events(session_id, "committed") for token in event.committed.tokens]

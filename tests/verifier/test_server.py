@@ -10,7 +10,13 @@ import pytest
 from verifier_harness import Coordinator, Drafter, new_session_id
 
 from specla.rpc.channel import from_rpc_error, open_channel
-from specla.rpc.errors import AttachRefusedError, InvalidRequestError, ServiceUnavailableError, TopologyRefusedError
+from specla.rpc.errors import (
+    AttachRefusedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    ServiceUnavailableError,
+    TopologyRefusedError,
+)
 from specla.rpc.remote_verifier import RemoteVerifier
 from specla.rpc.status import from_status
 from specla.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
@@ -160,6 +166,41 @@ async def test_a_drafter_that_sends_all_and_then_only_reads(stub: verifier_pb2_g
 
     items = [item async for response in stub.Verify(requests()) for item in response.items]
     assert [from_status(item.error).code for item in items] == ["NOT_FOUND"]
+
+
+async def test_a_prompt_beyond_grpcs_usual_limit_has_its_own_error(verifier: RemoteVerifier) -> None:
+    coordinator = Coordinator(verifier)
+    session = coordinator.start([300] * 2_500_000)  # 5 MiB
+    assert isinstance(await apart(lambda: coordinator.failure(session)), PromptTooLongError)
+    assert len(await apart(lambda: coordinator.finish(coordinator.start(PROMPT)))) == 16
+
+
+async def test_a_client_that_reads_nothing_holds_nobody_up(
+    stub: verifier_pb2_grpc.VerifierServiceStub, verifier: RemoteVerifier
+) -> None:
+    session = new_session_id()
+    start = verifier_pb2.Start(
+        prompt_ids=PROMPT,
+        sampling=common_pb2.Sampling(temperature=0, top_logprobs=64),
+        stopping=common_pb2.Stopping(max_tokens=4000, ignore_eos=True),
+    )
+    call = stub.Sessions()
+    await call.write(
+        verifier_pb2.SessionsRequest(
+            commands=[
+                SessionCommand(session_id=session, start=start),
+                SessionCommand(session_id=session, credit=verifier_pb2.Credit(up_to_len=4000)),
+            ]
+        )
+    )
+    coordinator = Coordinator(verifier)
+    assert len(await apart(lambda: coordinator.finish(coordinator.start(PROMPT, max_tokens=100)))) == 100
+    call.cancel()
+    for _ in range(100):
+        if not await verifier.list_sessions():
+            break
+        await asyncio.sleep(0.02)
+    assert await verifier.list_sessions() == []
 
 
 async def test_unary_calls_and_their_errors(
