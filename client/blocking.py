@@ -44,11 +44,6 @@ class LoopThread:
             future.cancel()
             raise
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closing
-
     def close(self) -> None:
         """Cancel what runs there, stop the loop and its thread. Harmless twice."""
         with self._submitting:  # what was submitted before is cancelled, nothing comes after

@@ -1,12 +1,13 @@
 """Local: generation in this process, no server and no sockets. Needs the `verifier` extra (torch)."""
 
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from specla.client.blocking import BlockingGenerator
+from specla.client.blocking import BlockingGenerator, LoopThread
 from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
 from specla.client.default_target import default_target
@@ -56,7 +57,9 @@ class Local(BlockingGenerator):
             [drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter) for drafter in drafters],
         )
         super().__init__("specla-local")
-        self._coordinator = self._thread.run(self._join())
+        self._coordinator = self._thread.run(_join(self._parts))
+        # Also at the interpreter's end: a thread that computes then would abort the process.
+        self._shut = weakref.finalize(self, _shut, self._thread, self._coordinator, self._parts)
 
     @property
     def parts(self) -> InProcess:
@@ -69,13 +72,7 @@ class Local(BlockingGenerator):
 
     def close(self) -> None:
         """Cancel what runs, free the target. Harmless twice."""
-        if not self._thread.closed:
-            self._thread.loop.call_soon_threadsafe(self._coordinator.close)
-            self._thread.close()
-            self._parts.close()
-
-    async def _join(self) -> Coordinator:
-        return self._parts.coordinator(CoordinatorConfig())
+        self._shut()
 
     async def _events(
         self, request: generation_pb2.GenerateRequest, timeout_s: float | None
@@ -97,3 +94,13 @@ class Local(BlockingGenerator):
 
 def _settings(drafter: str | DrafterConfig) -> DrafterConfig:
     return drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter)
+
+
+async def _join(parts: InProcess) -> Coordinator:
+    return parts.coordinator(CoordinatorConfig())
+
+
+def _shut(thread: LoopThread, coordinator: Coordinator, parts: InProcess) -> None:
+    thread.loop.call_soon_threadsafe(coordinator.close)
+    thread.close()
+    parts.close()

@@ -1,5 +1,6 @@
 """Client and AsyncClient: generation by a coordinator behind a socket."""
 
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -7,7 +8,7 @@ from typing import Self, Unpack
 
 import grpc
 
-from specla.client.blocking import BlockingGenerator
+from specla.client.blocking import BlockingGenerator, LoopThread
 from specla.client.options import DEFAULT_TIMEOUT_S, Options, build_request
 from specla.client.results import Collector, Event, GenerateResult, ModelInfo, event_of, model_info
 from specla.rpc.channel import UNARY_DEADLINE_S, ClientTls, from_rpc_error, open_channel
@@ -101,6 +102,7 @@ class Client(BlockingGenerator):
         """`server`: HOST:PORT of a coordinator; connects when first used."""
         super().__init__("specla-client")
         self._client = self._thread.run(_on_loop(server, tls))
+        self._shut = weakref.finalize(self, _shut, self._thread, self._client)
 
     def model(self) -> ModelInfo:
         """What the server can generate with.
@@ -112,9 +114,7 @@ class Client(BlockingGenerator):
 
     def close(self) -> None:
         """Close the channel; generations of this client are cancelled. Harmless twice."""
-        if not self._thread.closed:
-            self._thread.run(self._client.close())
-            self._thread.close()
+        self._shut()
 
     def _events(self, request: generation_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         return self._client.events(request, timeout_s)
@@ -130,3 +130,8 @@ class Client(BlockingGenerator):
 
 async def _on_loop(server: str, tls: ClientTls | None) -> AsyncClient:
     return AsyncClient(server, tls=tls)
+
+
+def _shut(thread: LoopThread, client: AsyncClient) -> None:
+    thread.run(client.close())
+    thread.close()

@@ -1,7 +1,6 @@
 """One request's travel: placed on a verifier, given a drafter, read until its text ends, moved when a part dies."""
 
 import asyncio
-import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -59,6 +58,7 @@ class Generation:
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._bell = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
         self._numerics_id = request.numerics_id
         self._visit: _Visit | None = None
         self._failed_at: list[VerifierMember] = []
@@ -95,6 +95,7 @@ class Generation:
                     visit.attaching.step()
                     visit.grant(self._taken + self._config.credit)
         finally:
+            self._disarm()
             self._leave()
 
     def _place(self, why: SpeclaError | None) -> None:
@@ -150,18 +151,27 @@ class Generation:
         )
 
     async def _wait(self) -> None:
+        """Until the bell rings, which it also does at the next time that matters."""
         times = [self._deadline, self._visit.attaching.wait_until if self._visit else None]
-        until = min((time for time in times if time is not None), default=math.inf)
-        try:
-            async with asyncio.timeout_at(None if until == math.inf else until):
-                await self._bell.wait()
-        except TimeoutError:
-            pass  # it is for `attaching.step`, or for us
+        until = min((time for time in times if time is not None), default=None)
+        if until != (None if self._alarm is None else self._alarm.when()):
+            self._disarm()
+            self._alarm = None if until is None else self._loop.call_at(until, self._on_alarm)
+        await self._bell.wait()
         self._bell.clear()
         if self._deadline is not None and self._loop.time() >= self._deadline:
             raise DeadlineError(
                 "the deadline passed before the text ended", hint="allow more time, or ask for fewer tokens"
             )
+
+    def _on_alarm(self) -> None:
+        self._alarm = None  # it may ring a tick of the clock early: `_wait` then sets it again
+        self._bell.set()
+
+    def _disarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _read(self) -> "_Visit":
         visit = self._visit

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -192,3 +193,17 @@ def test_a_signal_ends_a_service_that_is_not_ready_yet(number: signal.Signals, t
     assert "listening" in waiting.stderr.readline()
     waiting.send_signal(number)
     assert waiting.wait(10) == 0
+
+
+def test_a_program_that_forgets_to_close_ends_well(tiny_target: Path) -> None:
+    code = (
+        "import sys; from specla.client import Local\n"
+        "local = Local(sys.argv[1], threads=1)\n"
+        "events = local.stream('Hello', max_tokens=2000, ignore_eos=True)\n"
+        "next(events), next(events)\n"
+        "print('end')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_target)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
