@@ -4,10 +4,10 @@ A row reads its parent's state S, and everything it computes is a fixed function
 
     [y, r] = [q, k]^T S;  u = beta v - (alpha beta) r;  o = alpha y + (q . k) u;  S' = alpha S + k u^T
 
-which is u = beta (v - (alpha S)^T k), o = S'^T q without forming S' for rows that nobody continues. Siblings read
-their parent's state in one product. Neither the tree nor the batch enters a row's arithmetic: the K sum of the product
-runs in one order for any number of rows from two on (q and k make two), which `exactness.py` checks on the build at
-hand.
+which is u = beta (v - (alpha S)^T k), o = S'^T q without forming S' for rows that nobody continues. Neither the tree
+nor the batch enters a row's arithmetic. In particular every row has its own product of two rows, q and k, with S: one
+product for all siblings would be quicker, but on some processors (AVX2 with MKL) the order of its K sum changes with
+the number of siblings. `exactness.py` checks the build at hand.
 """
 
 from __future__ import annotations
@@ -88,31 +88,27 @@ def _walk(
     qk: Tensor, wanted: Tensor, strength: Tensor, alpha: Tensor, state: Tensor, batch: TreeBatch
 ) -> tuple[Tensor, Tensor]:
     """S^T q and u, both [R, HV, V], of all cells; each step forms one state and reads it for all who continue it."""
-    rows, _, heads, key_width = qk.shape
-    sizes = [step.size for step in batch.steps]
+    rows, heads, value_width = wanted.shape
     u = torch.empty_like(wanted)
-    per_step = zip(
-        batch.steps,
-        qk.view(2 * rows, heads, key_width).transpose(0, 1).split_with_sizes([2 * size for size in sizes], 1),
-        *(x.transpose(0, 1).split_with_sizes(sizes, 1) for x in (wanted, strength, u)),
-        strict=True,
-    )
+    products = torch.empty(rows, heads, 2, value_width)  # S^T q and S^T k
+    sizes = [step.size for step in batch.steps]
+    by_step = (x.split_with_sizes(sizes) for x in (wanted, strength, products[:, :, 1], u))
+    pairs, results = iter(qk.transpose(1, 2).unbind(0)), iter(products.unbind(0))  # [HV, 2, K], [HV, 2, V] each
     keys, factors = qk[:, 1].unsqueeze(-1).unbind(0), u.unsqueeze(2).unbind(0)  # [HV, K, 1], [HV, 1, V] each
     decays = alpha.unsqueeze(-1).unbind(0)  # [HV, 1, 1] each
     stored = state.unbind(0)
     states: list[Tensor | None] = []  # what each step reads, [HV, K, V]; None once it is overwritten
-    products: list[Tensor] = []  # S^T q and S^T k of each step's cells, alternating, [HV, 2 size, V]
-    for step, left, target, pull, factor in per_step:
+    for step, target, pull, recalled, factor in zip(batch.steps, *by_step, strict=True):
         if step.parent < 0:
             read_state = stored[step.session]
         else:
             read_state = _decayed(step, states, batch, decays[step.parent])
             read_state.addcmul_(keys[step.parent], factors[step.parent])
-        product = torch.bmm(left, read_state)
-        torch.addcmul(target, pull, product[:, 1::2], value=-1, out=factor)  # [HV, size, V]
-        products.append(product)
+        for _ in range(step.size):
+            torch.bmm(next(pairs), read_state, out=next(results))
+        torch.addcmul(target, pull, recalled, value=-1, out=factor)  # [size, HV, V]
         states.append(read_state)
-    return torch.cat(products, 1)[:, ::2].transpose(0, 1), u
+    return products[:, :, 0], u
 
 
 def _decayed(step: Step, states: list[Tensor | None], batch: TreeBatch, decay: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Per-row maths: right, and with bits that do not depend on the number of rows."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -107,3 +110,17 @@ def test_an_inexact_recurrence_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(exactness, "verify_exact", wrong)
     with pytest.raises(InexactBuildError, match=r"^verify_exact:"):
         check_exactness(heads=2, value_heads=2, key_width=16, value_width=16, taps=4, hidden=64)
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "SSE4_2"])
+def test_lesser_processors_are_exact_too(instructions: str) -> None:
+    """MKL and PyTorch choose other kernels there; both obey these variables on a better processor."""
+    code = (
+        "from specla.kernels.exactness import check_exactness as check\n"
+        "for H, K, V in (8, 64, 64), (2, 16, 48), (2, 128, 128): "
+        "check(heads=H, value_heads=H, key_width=K, value_width=V, taps=4, hidden=512)"
+    )
+    capability = "avx2" if instructions == "AVX2" else "default"
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": instructions, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
