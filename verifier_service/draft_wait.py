@@ -2,8 +2,9 @@
 
 A drafted pass yields some tokens; plain decoding would take that many plain passes. What is left of this time after
 the drafted pass itself is the most that a wait for the draft can gain, and so the most that it may last. Waits that
-brought nothing add up; once they have eaten their allowance the session waits no more until decoding has earned a
-new one. All times are seconds of the caller's clock, so that tests turn it by hand.
+brought nothing, because no draft came or none of it was worth verifying, add up; once they have eaten their allowance
+the session waits no more until decoding has earned a new one. (What rejected drafts cost is speed_guard.py's account.)
+All times are seconds of the caller's clock, so that tests turn it by hand.
 """
 
 ALLOWED_SHARE = 0.02  # of decode time, lost to waits that brought nothing
@@ -24,12 +25,14 @@ class DraftWait:
         tokens_per_pass: running mean of the tokens that a drafted pass commits, the bonus token included.
         decode_s: time of the passes so far.
         wasted_s: time of the waits that brought nothing.
+        granted_s: how long the last wait was allowed to be.
     """
 
     def __init__(self, max_wait_s: float):
         self.tokens_per_pass = FIRST_TOKENS_PER_PASS
         self.decode_s = 0.0
         self.wasted_s = 0.0
+        self.granted_s = 0.0
         self._max_wait_s = max_wait_s
         self._since: float | None = None
         self._until = 0.0
@@ -54,27 +57,32 @@ class DraftWait:
     def until(self, now: float, plain_s: float, drafted_s: float) -> float:
         """When the wait that began at the first call since the last pass ends; `now` if it should not be."""
         if self._since is None:
-            self._since, self._until = now, now + self.limit(plain_s, drafted_s)
+            self.granted_s = self.limit(plain_s, drafted_s)
+            self._since, self._until = now, now + self.granted_s
         return self._until
 
-    def settle(self, now: float, *, drafted: bool, tokens: int, pass_s: float, plain_s: float) -> float:
+    def hope(self) -> None:
+        """Believe in the drafter again, as in one that has shown nothing yet: it is about to be probed."""
+        self.tokens_per_pass = max(self.tokens_per_pass, FIRST_TOKENS_PER_PASS)
+
+    def settle(self, now: float, *, came: bool, verified: int, tokens: int, pass_s: float) -> float:
         """Account for a pass that has just run, and for the wait before it.
 
         Args:
             now: when the pass began.
-            drafted: whether a draft was there for it.
-            tokens: what it committed.
+            came: whether a draft was there for it.
+            verified: candidates of the draft that took part.
+            tokens: what the pass committed.
             pass_s: how long it took.
-            plain_s: how long plain decoding's pass would have taken.
 
         Returns:
             How long the session had waited.
         """
         waited = 0.0 if self._since is None else max(0.0, now - self._since)
         self._since = None
-        gained = max(0.0, tokens * plain_s - pass_s) if drafted else 0.0
-        self.wasted_s += max(0.0, waited - gained)
         self.decode_s += pass_s
-        if drafted:
+        if verified == 0:
+            self.wasted_s += waited
+        if came:
             self.tokens_per_pass += SMOOTHING * (tokens - self.tokens_per_pass)
         return waited

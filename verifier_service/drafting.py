@@ -188,8 +188,9 @@ class DraftDesk:
         accepted_nodes: Sequence[int],
         top: Sequence[RowLogprobs] | None,
         seconds: float,
+        is_last: bool,
     ) -> None:
-        """Tell a session's drafter of a pass.
+        """Tell a session's drafter of a pass, unless it pauses: then it hears of it with the next probe, or the end.
 
         Args:
             live: the session, its new tokens included.
@@ -198,14 +199,16 @@ class DraftDesk:
             accepted_nodes: indices into that draft.
             top: the target's best at each new position, if asked for.
             seconds: duration of the pass.
+            is_last: whether the text has ended with it.
         """
         attachment = live.attachment
         if attachment is None:
             return
         attachment.tops.extend(top or ())
         answers = attachment.drafts.advance(live.session.tokens)
-        attachment.guard.start_probe_if_due(live.session.committed_len)
-        if seq is not None or not attachment.is_quiet:
+        if attachment.guard.start_probe_if_due(live.session.committed_len):
+            attachment.wait.hope()
+        if seq is not None or is_last or not attachment.is_quiet:
             outcome = verifier_pb2.OUTCOME_OWN_PASS if seq is None else verifier_pb2.OUTCOME_VERIFIED
             verdict = Verdict(
                 outcome=outcome, base_len=base_len, accepted_nodes=accepted_nodes, pass_us=round(seconds * 1e6)

@@ -154,7 +154,11 @@ class PassRunner:
             attachment.calibrator.observe(part.draft, result.tokens)
             attachment.budget.observe(len(part.draft.tokens), len(part.kept))
         waited_s = attachment.wait.settle(
-            started, drafted=part.draft is not None, tokens=len(result.tokens), pass_s=counted_s, plain_s=plain_s
+            started,
+            came=part.draft is not None,
+            verified=len(part.kept),
+            tokens=len(result.tokens),
+            pass_s=counted_s,
         )
         # All sessions of the pass waited for its longer duration; each drafter answers for its candidates' share.
         longer_s = max(0.0, counted_s - plain_s) * sessions * len(part.kept) / nodes if nodes else 0.0
@@ -165,8 +169,9 @@ class PassRunner:
             decode_s=counted_s,
         )
         attachment.overhead_s = 0.0
-        if waited_s > 0 and attachment.wait.exhausted and not attachment.guard.paused:
-            attachment.guard.pause(committed_len)
+        in_vain = attachment.wait.exhausted or attachment.wait.granted_s == 0
+        if part.draft is None and attachment.owes and in_vain and not attachment.guard.paused:
+            attachment.guard.pause(committed_len)  # whom one does not wait for should not be asked
 
     def _tell(self, part: Part, result: PassResult, now: float) -> None:
         live = part.live
@@ -186,6 +191,7 @@ class PassRunner:
             accepted_nodes=[part.kept[node] for node in result.accepted_nodes],
             top=result.top,
             seconds=result.seconds,
+            is_last=result.finish is not None,
         )
         if result.finish is not None:
             self._roster.finish(live, result.finish)
