@@ -63,9 +63,10 @@ format: $(DEV) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(DEV) ## mypy --strict over all packages
+types: $(DEV) ## mypy --strict over all packages and the house
 	$(BIN)/python tools/link_packages.py
 	$(BIN)/mypy -p specla
+	$(BIN)/mypy tools tests/house tests/deploy tests/conftest.py
 
 protos: $(DEV) ## generate protos/specla/v1/*_pb2*
 	$(BIN)/python tools/generate_protos.py

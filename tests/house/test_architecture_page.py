@@ -1,26 +1,17 @@
 """docs/architecture.md names every module, and leads to files that exist."""
 
-import importlib.util
 import re
-from types import ModuleType
 
-from product_tree import ROOT, module_name, package_dirs, tracked_files
+from product_tree import ROOT, load_tool, module_name, package_dirs, tracked_files
 
 PAGE = ROOT / "docs/architecture.md"
 
 
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("module_map", ROOT / "tools/module_map.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_tracked_module_has_its_line() -> None:
-    packages = package_dirs()
+    tool, packages = load_tool("module_map"), package_dirs()
     listed = dict(re.findall(r"^- `([\w/.]+)` (.+)$", PAGE.read_text(), re.M))
     wanted = {
-        str(path): tool().first_line(ROOT / path)
+        str(path): tool.first_line(ROOT / path)
         for path in tracked_files()
         if path.name != "__init__.py" and (module_name(path, packages) or "specla.v1").split(".")[1] != "v1"
     }

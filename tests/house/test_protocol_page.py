@@ -38,6 +38,8 @@ def test_every_outcome_and_command_is_named() -> None:
     outcomes = [
         name.removeprefix("OUTCOME_") for name in verifier_pb2.Outcome.DESCRIPTOR.values_by_name if "UNSPEC" not in name
     ]
-    commands = [field.message_type.name for field in verifier_pb2.SessionCommand.DESCRIPTOR.oneofs[0].fields]
+    fields = verifier_pb2.SessionCommand.DESCRIPTOR.oneofs_by_name["command"].fields
+    commands = [field.message_type.name for field in fields if field.message_type is not None]
+    assert len(commands) == len(fields)
     for name in [*outcomes, *commands]:
         assert re.search(rf"^\| `{name}[`{{]", PAGE, re.M), name

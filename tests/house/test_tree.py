@@ -80,7 +80,8 @@ def test_modules_are_short_and_introduce_themselves() -> None:
 
 def test_make_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    phony = set(re.search(r"\.PHONY: ((?:.*\\\n)*.*)", makefile).group(1).replace("\\\n", " ").split())
+    (phony_line,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)", makefile, re.M)
+    phony = set(phony_line.replace("\\\n", " ").split())
     described = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.M))
     assert phony == described
     assert {"demo", "test", "lint", "types", "protos", "protos-check", "buf-lint", "wheel-check"} <= phony

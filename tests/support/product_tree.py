@@ -1,8 +1,10 @@
 """The product's own files and packages, as git and pyproject.toml know them."""
 
+import importlib.util
 import subprocess
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,3 +31,13 @@ def module_name(path: Path, packages: dict[str, str]) -> str | None:
             parts = path.relative_to(folder).with_suffix("").parts
             return ".".join([package, *(part for part in parts if part != "__init__")])
     return None
+
+
+def load_tool(name: str) -> ModuleType:
+    """A program of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
