@@ -15,13 +15,17 @@ there rows are padded to a multiple of `step` in which all are alike.
 docs/decisions.md has the forms that were tried and what they cost.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+from specla.kernels.philox import noise_words
 
 
 class Form(NamedTuple):
@@ -48,6 +52,7 @@ MAX_ROWS: Final = 129  # the largest pass: a root and 128 candidates
 PACKED_ROWS: Final = 256  # rows the packed product takes in one sweep over the weights
 BLOCKED_ROWS: Final = 16  # rows oneDNN's order of weights is chosen for
 CHECKED_WIDTHS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, MAX_ROWS)
+PROBED_ROWS: Final = 3
 TOLERANCE: Final = 1e-5  # RMS of the product's error over RMS of the product
 
 _log = logging.getLogger(__name__)
@@ -230,6 +235,18 @@ def verify_row_independence(weights: Iterable[DenseWeight]) -> None:
 
 
 def numerics_tag(weights: Iterable[DenseWeight]) -> str:
-    """What fixes the bits of these products: torch's version, the CPU's vector unit, the forms in use."""
-    forms = "+".join(sorted({str(w.form) for w in weights}))
-    return f"torch-{torch.__version__}/{torch.backends.cpu.get_cpu_capability().lower()}/{forms}"
+    """What fixes the bits of these products: torch's version, the CPU's vector unit, the forms, and a probe's bits.
+
+    Some libraries split K by the number of threads, some do not. The probe tells: equal tags are equal bits, and two
+    numbers of threads have one tag where they do the same.
+    """
+    shapes = {(w.out_features, w.in_features, w.form): w for w in weights}
+    digest = hashlib.sha256()
+    for _, weight in sorted(shapes.items()):
+        # From integers, for the same numbers everywhere: torch's own generators differ in the last bit between CPUs.
+        words = noise_words(0, 0, PROBED_ROWS * weight.in_features).astype(np.float32)
+        x = torch.from_numpy(words * np.float32(2.0**-31) - 1).view(PROBED_ROWS, -1)
+        digest.update(weight.product(x).numpy().tobytes())
+    forms = "+".join(sorted({str(w.form) for w in shapes.values()}))
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return f"torch-{torch.__version__}/{capability}/{forms}/{digest.hexdigest()[:8]}"
