@@ -1,14 +1,17 @@
 """`specla serve all`: Generate over gRPC, with verifier and drafters in the same process."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specla.client.cli.flags import Field, fields_of, take
 from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.coordinator.coordinator import Coordinator
 from specla.client.server import generation_server
+from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DrafterConfig
-from specla.rpc.serving import GrpcServer, ServingConfig
+from specla.rpc.serving import ServingConfig
 from specla.verifier_service.config import VerifierConfig
 
 if TYPE_CHECKING:
@@ -42,31 +45,37 @@ def fields() -> list[Field]:
 
 
 class AllInOne:
-    """A started server and the parts behind it."""
+    """The server and, once loaded, the parts behind it."""
 
-    def __init__(self, parts: "InProcess", config: CoordinatorConfig) -> None:
-        self._parts = parts
-        self._coordinator = parts.coordinator(config)
-        self._server: GrpcServer = generation_server(config, self._coordinator)
+    def __init__(self, config: CoordinatorConfig, tokenizer: Tokenizer) -> None:
+        self._coordinator = Coordinator([], [], tokenizer, config)
+        self._server = generation_server(config, self._coordinator)
+        self._parts: InProcess | None = None
 
     @property
     def address(self) -> str:
         """`host:port` as bound."""
         return self._server.address
 
-    async def start(self) -> None:
-        """Bind and serve.
+    async def start(self, config: VerifierConfig, drafters: Sequence[DrafterConfig]) -> None:
+        """Bind, so that a busy port is known before the target is loaded; load; serve.
 
         Raises:
-            ServiceUnavailableError: the port is taken.
+            SpeclaError: as `serve_all`.
         """
+        from specla.client.in_process import load  # torch: too much for `--help`
+
+        self._server.bind()
+        self._parts = await load(config, drafters)
+        self._parts.join(self._coordinator)
         await self._server.start()
 
     async def stop(self) -> None:
         """Let running generations end for `drain_s`, then cancel the rest."""
         await self._server.stop()
         self._coordinator.close()
-        await asyncio.to_thread(self._parts.close)
+        if self._parts is not None:
+            await asyncio.to_thread(self._parts.close)
 
 
 async def serve_all(values: dict[str, Any]) -> AllInOne:
@@ -75,17 +84,14 @@ async def serve_all(values: dict[str, Any]) -> AllInOne:
     Raises:
         InvalidRequestError: a setting.
         ServiceUnavailableError: the port is taken.
-        UnsupportedModelError: a checkpoint that cannot be run.
+        UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
     """
-    from specla.client.in_process import load  # torch: too much for `--help`
-
     config = take(CoordinatorConfig, {name: value for name, value in values.items() if name not in _REMOTE})
-    names = take(_Drafters, values).drafters
-    engine_values = {n: v for n, v in values.items() if n not in ServingConfig.__dataclass_fields__}
-    parts = await load(take(VerifierConfig, engine_values), [DrafterConfig(name=name) for name in names])
-    server = AllInOne(parts, config)
+    drafters = [DrafterConfig(name=name) for name in take(_Drafters, values).drafters]
+    target = take(VerifierConfig, {n: v for n, v in values.items() if n not in ServingConfig.__dataclass_fields__})
+    server = AllInOne(config, Tokenizer.load(target.target))
     try:
-        await server.start()
+        await server.start(target, drafters)
     except BaseException:
         await server.stop()
         raise

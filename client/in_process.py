@@ -1,11 +1,9 @@
-"""All parts in one process, joined without sockets: an engine in its thread, drafters, a coordinator."""
+"""Verifier and drafters in this process, joined without sockets: an engine in its thread, drafters that it wakes."""
 
 import asyncio
 from collections.abc import Sequence
 
-from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
-from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DrafterConfig
 from specla.drafter_service.drafters.make import make_drafter
 from specla.drafter_service.local import LocalDrafter
@@ -26,19 +24,24 @@ class InProcess:
         """Load the target, start the engine's thread.
 
         Raises:
-            InvalidRequestError: a setting, or no tokenizer.json beside the target.
-            UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
+            InvalidRequestError: a setting.
+            UnsupportedModelError: a checkpoint that cannot be run.
         """
-        self._tokenizer = Tokenizer.load(config.target)
         made = [make_drafter(drafter) for drafter in drafters]  # before the target: refuses sooner
         self.scheduler = Scheduler(Engine(config), config).start()
         self.drafters = [
             LocalDrafter(drafter, settings, self.scheduler) for drafter, settings in zip(made, drafters, strict=True)
         ]
 
-    def coordinator(self, config: CoordinatorConfig) -> Coordinator:
-        """A coordinator over these parts; call it on the event loop that will run it."""
-        return Coordinator([self.scheduler], self.drafters, self._tokenizer, config)
+    def join(self, coordinator: Coordinator) -> None:
+        """Give a coordinator these parts; on its event loop.
+
+        Raises:
+            UnsupportedModelError: the coordinator's tokenizer is not the target's.
+        """
+        coordinator.add_verifier(self.scheduler)
+        for drafter in self.drafters:
+            coordinator.add_drafter(drafter)
 
     def close(self) -> None:
         """Detach the drafters and end the engine's thread; sessions that still run are failed. Blocks."""

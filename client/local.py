@@ -14,6 +14,7 @@ from specla.client.default_target import default_target
 from specla.client.in_process import InProcess
 from specla.client.logs import quiet_unless_configured
 from specla.client.results import Event, ModelInfo, event_of, model_info
+from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DrafterConfig
 from specla.v1 import generation_pb2
 from specla.verifier_service.config import VerifierConfig
@@ -44,7 +45,7 @@ class Local(BlockingGenerator):
 
         Raises:
             InvalidRequestError: a setting.
-            UnsupportedModelError: a checkpoint that cannot be run.
+            UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
         """
         given: dict[str, Any] = {"target": target, "device": device, "numerics": numerics, "threads": threads}
         given = {name: value for name, value in given.items() if value is not None}
@@ -52,12 +53,13 @@ class Local(BlockingGenerator):
             raise TypeError(f"give `verifier` or {', '.join(given)}, not both")
         config = verifier or VerifierConfig(**({"target": default_target()} | given))
         quiet_unless_configured()
+        tokenizer = Tokenizer.load(config.target)
         self._parts = InProcess(
             config,
             [drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter) for drafter in drafters],
         )
         super().__init__("specla-local")
-        self._coordinator = self._thread.run(_join(self._parts))
+        self._coordinator = self._thread.run(_join(self._parts, tokenizer))
         # Also at the interpreter's end: a thread that computes then would abort the process.
         self._shut = weakref.finalize(self, _shut, self._thread, self._coordinator, self._parts)
 
@@ -96,8 +98,10 @@ def _settings(drafter: str | DrafterConfig) -> DrafterConfig:
     return drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter)
 
 
-async def _join(parts: InProcess) -> Coordinator:
-    return parts.coordinator(CoordinatorConfig())
+async def _join(parts: InProcess, tokenizer: Tokenizer) -> Coordinator:
+    coordinator = Coordinator([], [], tokenizer, CoordinatorConfig())
+    parts.join(coordinator)
+    return coordinator
 
 
 def _shut(thread: LoopThread, coordinator: Coordinator, parts: InProcess) -> None:
