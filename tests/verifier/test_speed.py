@@ -5,7 +5,7 @@ decisions are the same on any machine, and the promises about speed can be held 
 """
 
 import random
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -83,7 +83,10 @@ class Drafter:
             log_probs=[self.claim] * len(tokens),
         )
         self.seq += 1
-        self.link.send([DraftItem(session_id=session, seq=self.seq, topology=topology)])
+        self.post(DraftItem(session_id=session, seq=self.seq, topology=topology))
+
+    def post(self, item: DraftItem) -> None:
+        self.link.send([item])
 
 
 @pytest.fixture
@@ -157,26 +160,69 @@ def test_a_perfect_drafter_is_asked_for_more(run_with: RunWith) -> None:
     assert min(drafter.budgets) >= 8
 
 
-def test_a_silent_drafter_costs_little_more_than_its_allowance(verifier: Scheduler, text: list[int]) -> None:
+class FarDrafter(Drafter):
+    """A drafter whose drafts take a while to come; None: they never do."""
+
+    def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, away_s: float | None):
+        self.away_s = away_s
+        self.due: deque[tuple[float, DraftItem]] = deque()
+        super().__init__(verifier, text, right=right, claim=claim, takes_s=0.0)
+
+    def post(self, item: DraftItem) -> None:
+        if self.away_s is not None:
+            self.due.append((self.verifier._clock() + self.away_s, item))
+
+    def deliver(self) -> None:
+        while self.due and self.due[0][0] <= self.verifier._clock():
+            self.link.send([self.due.popleft()[1]])
+
+
+TICK_S = 1e-4
+
+
+@pytest.fixture
+def run_far(verifier: Scheduler, text: list[int]) -> Callable[..., float]:
+    def run(*, right: float, claim: float, away_s: float | None) -> float:
+        """Seconds that the text took."""
+        coordinator = Coordinator(verifier)
+        session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
+        coordinator.wait_for(session, "prefilled")
+        drafter = FarDrafter(verifier, text, right=right, claim=claim, away_s=away_s)
+        drafter.attach(session, coordinator.attach_token(session))
+
+        def let_time_pass() -> None:
+            """At each turn of the scheduler's thread, so that time goes on while it sleeps in a wait."""
+            if len(verifier._roster):
+                verifier._clock.now += TICK_S  # type: ignore[attr-defined]
+                drafter.deliver()
+                verifier._mailbox.post(let_time_pass)
+
+        def begin() -> float:
+            began = verifier._clock()
+            let_time_pass()
+            return began
+
+        coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=10**6))
+        began = verifier.ask(begin).result()
+        assert coordinator.finish(session) == text
+        ended_len = len(coordinator.events(session, "committed"))
+        return verifier._clock() - began - TICK_S * ended_len  # each pass is a turn, too
+
+    return run
+
+
+def test_a_silent_drafter_costs_little_more_than_its_allowance(run_far: Callable[..., float]) -> None:
     """It attaches and never drafts: the session waits in vain a few times, then hardly ever."""
-    coordinator = Coordinator(verifier)
-    session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
-    coordinator.wait_for(session, "prefilled")
-    link = verifier.connect_drafter(lambda: None)
-    attach = verifier_pb2.Attach(attach_token=coordinator.attach_token(session))
-    link.send([DraftItem(session_id=session, seq=1, attach=attach)])
-    clock = verifier._clock
-    began, over = clock(), threading.Event()
+    assert run_far(right=1.0, claim=-0.1, away_s=None) <= PLAIN_S * 1.02 + ALLOWED_S + 0.01
 
-    def let_time_pass() -> None:
-        """While the scheduler's thread sleeps in a wait, time goes on."""
-        if not over.is_set():
-            clock.now += 1e-4  # type: ignore[attr-defined]
-            verifier._mailbox.post(let_time_pass)
 
-    coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=10**6))
-    let_time_pass()
-    assert coordinator.finish(session) == text
-    over.set()
-    spent_s = clock() - began - 1e-4 * TOKENS  # a turn passes at each token, waiting or not
-    assert spent_s <= PLAIN_S * 1.02 + ALLOWED_S + 0.01
+def test_a_drafter_that_always_comes_too_late_costs_little(run_far: Callable[..., float]) -> None:
+    assert PLAIN_S / (run_far(right=1.0, claim=-0.1, away_s=0.2) - ALLOWED_S) >= 0.96
+
+
+def test_a_worthless_drafter_far_away_costs_little(run_far: Callable[..., float]) -> None:
+    assert PLAIN_S / (run_far(right=0.0, claim=-0.1, away_s=0.003) - ALLOWED_S) >= 0.94
+
+
+def test_a_good_drafter_far_away_is_waited_for(run_far: Callable[..., float]) -> None:
+    assert PLAIN_S / run_far(right=0.8, claim=-0.2, away_s=0.003) > 1.6
