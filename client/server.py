@@ -74,6 +74,11 @@ class CoordinatorServer:
         """`host:port` as bound; known once started."""
         return self._server.address
 
+    @property
+    def ready(self) -> bool:
+        """Whether a request could run now."""
+        return self._coordinator.ready
+
     async def start(self) -> None:
         """Bind at once, and return when a verifier is connected; until then the health is NOT_SERVING.
 
