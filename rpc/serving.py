@@ -101,6 +101,7 @@ class GrpcServer:
     ):
         self.config = config
         self.port = 0
+        self._is_started = False
         self._guard = CallGuard(config.max_concurrent_calls)
         self._health = HealthServicer(services, is_live)
         self._server = grpc.aio.server(interceptors=[self._guard], options=_server_options())
@@ -140,6 +141,7 @@ class GrpcServer:
     async def start(self) -> None:
         """Serve; binds first, and raises what `bind` raises, if that has not been done."""
         self.bind()
+        self._is_started = True
         await self._server.start()
 
     async def stop(self, grace_s: float | None = None) -> None:
@@ -155,6 +157,8 @@ class GrpcServer:
 
     async def _stop(self, grace_s: float) -> None:
         self._health.drain()
+        if self.port and not self._is_started:
+            await self._server.start()  # only a server that was started lets its port go
         await self._server.stop(grace_s)
         if self._guard.calls:
             await asyncio.wait(list(self._guard.calls), timeout=_ABORT_GRACE_S)

@@ -159,6 +159,7 @@ async def serve_verifier(config: VerifierConfig) -> VerifierServer:
         await asyncio.to_thread(scheduler.start)
         await server.start()
     except BaseException:
+        await server.stop(grace_s=0)
         await asyncio.to_thread(scheduler.stop)
         raise
     log.info("verifier serves", address=server.address, advertised=scheduler.advertised_address)

@@ -218,6 +218,16 @@ async def test_a_busy_port_is_refused(server: GrpcServer, service: Service) -> N
         await second.start()
 
 
+async def test_a_port_that_was_only_bound_is_let_go(service: Service) -> None:
+    bound = GrpcServer(ServingConfig(), ["test.Test"], service.register)
+    bound.bind()
+    await bound.stop(grace_s=0)
+    again = GrpcServer(ServingConfig(port=bound.port), ["test.Test"], service.register)
+    await again.start()
+    await again.stop(grace_s=0)
+    await GrpcServer(ServingConfig(), ["test.Test"], service.register).stop()
+
+
 async def test_a_call_that_is_not_answered_in_time(channel: grpc.aio.Channel) -> None:
     assert isinstance(await failure(stream(channel, "Hang")(StringValue(), timeout=0.1)), DeadlineError)
 
