@@ -89,7 +89,7 @@ async def test_the_same_text_in_process_and_over_sockets(server: VerifierServer,
 async def test_broken_items_have_a_status_each_and_the_stream_lives(verifier: RemoteVerifier) -> None:
     def work() -> None:
         coordinator, drafter = Coordinator(verifier), Drafter(verifier)
-        unharmed = coordinator.start([1, 2, 3], max_tokens=30)
+        unharmed = coordinator.start([1, 2, 3], max_tokens=30, credit=10)
         session = coordinator.start(PROMPT, credit=0)
         drafter.attach(session, coordinator.attach_token(session))
         error = coordinator.failure(coordinator.start([999]))
@@ -103,6 +103,7 @@ async def test_broken_items_have_a_status_each_and_the_stream_lives(verifier: Re
         assert isinstance(from_status(drafter.answer(unattached).error), AttachRefusedError)
         stranger = drafter.item(new_session_id(), topology=cyclic)
         assert from_status(drafter.answer(stranger).error).code == "NOT_FOUND"
+        coordinator.command(unharmed, credit=verifier_pb2.Credit(up_to_len=100))
         assert len(coordinator.finish(unharmed)) == 30
 
     await apart(work)
