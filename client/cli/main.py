@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specla.client.cli.exits import exit_codes
+from specla.client.cli.exits import INTERRUPTED, exit_codes
 
 # What `--help` says of commands that live outside the client, so that it need not import them.
 _ELSEWHERE = {
@@ -196,5 +196,7 @@ app.add_typer(serve, name="serve")
 
 def run() -> None:
     """The console script."""
-    # Python ignores SIGPIPE and raises in the middle of a print instead; exit_codes deals with it.
-    sys.exit(app())
+    try:
+        app()
+    except KeyboardInterrupt:  # before or behind a command; inside one, exit_codes deals with it
+        sys.exit(INTERRUPTED)

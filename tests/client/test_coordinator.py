@@ -1,14 +1,12 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import pytest
-from scripted_verifier import ScriptedDrafter, ScriptedVerifier, token_at
-from tiny_target import make_tiny_tokenizer
+from coordinating import PROMPT, SEED, TOKENIZER, Told, coordinator, kinds, request, tell, text_of, until
+from scripted_verifier import ScriptedVerifier
 
 from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
-from specla.client.tokenizer import Tokenizer
 from specla.rpc.errors import (
     CapacityError,
     DeadlineError,
@@ -18,62 +16,7 @@ from specla.rpc.errors import (
     ServiceUnavailableError,
     UnsupportedModelError,
 )
-from specla.v1 import common_pb2, generation_pb2, verifier_pb2
-
-TOKENIZER = Tokenizer(make_tiny_tokenizer().to_str().encode())
-PROMPT = [5, 6, 7]
-SEED = 11
-
-
-def coordinator(
-    verifiers: Sequence[ScriptedVerifier], drafters: Sequence[ScriptedDrafter] = (), **config: object
-) -> Coordinator:
-    config = {"credit": 64, "attach_timeout_s": 0.05, "drafter_retry_s": 0.05} | config
-    return Coordinator(verifiers, drafters, TOKENIZER, CoordinatorConfig(**config))  # type: ignore[arg-type]
-
-
-def request(max_tokens: int = 40, **fields: object) -> generation_pb2.GenerateRequest:
-    fields = {"token_ids": {"ids": PROMPT}, "sampling": {"seed": SEED}} | fields
-    fields.setdefault("stopping", {"max_tokens": max_tokens})
-    return generation_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
-
-
-def text_of(count: int, prompt: int = len(PROMPT)) -> list[int]:
-    return [token_at(prompt + i, SEED) for i in range(count)]
-
-
-class Told:
-    """A whole answer, checked for shape."""
-
-    def __init__(self, responses: list[generation_pb2.GenerateResponse]) -> None:
-        kinds = [response.WhichOneof("event") for response in responses]
-        assert kinds[0] == "started"
-        assert kinds[-1] == "finished"
-        assert set(kinds[1:-1]) <= {"delta"}
-        self.started = responses[0].started
-        self.finished = responses[-1].finished
-        self.ids: list[int] = []
-        self.text = ""
-        first = responses[1].delta.offset
-        for response in responses[1:-1]:
-            assert response.delta.offset == first + len(self.ids)
-            assert len(response.delta.drafted) == len(response.delta.token_ids)
-            self.ids += response.delta.token_ids
-            self.text += response.delta.text
-
-
-async def tell(answers: AsyncIterator[generation_pb2.GenerateResponse]) -> Told:
-    return Told([response async for response in answers])
-
-
-def kinds(verifier: ScriptedVerifier) -> list[str | None]:
-    return [command.WhichOneof("command") for command in verifier.commands]
-
-
-async def until(condition: Callable[[], object], seconds: float = 2.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (the scripted parts have no event to wait for)
-            await asyncio.sleep(0.002)
+from specla.v1 import common_pb2
 
 
 async def test_a_text_comes_whole_with_seed_model_and_usage() -> None:
@@ -240,75 +183,3 @@ async def test_a_broken_request_leaves_others_alone() -> None:
         await tell(one.generate(request(sampling={"top_p": 0.0})))
     verifier.go_on()
     assert (await task).ids == text_of(20)
-
-
-class TestDrafters:
-    async def test_the_preferred_one_gets_a_token_and_detaches_at_the_end(self) -> None:
-        verifier, lookup, suffix = ScriptedVerifier(), ScriptedDrafter("lookup"), ScriptedDrafter("suffix")
-        both = coordinator([verifier], [lookup, suffix], credit=2)
-        assert (await tell(both.generate(request(20)))).ids == text_of(20)
-        assert not suffix.attachments
-        (attachment,) = lookup.attachments
-        assert attachment.request.session_id == verifier.commands[0].session_id
-        assert attachment.request.attach_token == bytes([1]) * 16
-        assert attachment.cancelled
-        assert verifier.commands[0].start.keep == common_pb2.FeatureSpec(layers=[6], window=6)
-
-    async def test_a_request_chooses(self) -> None:
-        verifier, lookup, suffix = ScriptedVerifier(), ScriptedDrafter("lookup"), ScriptedDrafter("suffix")
-        both = coordinator([verifier], [lookup, suffix], credit=2)
-        await tell(both.generate(request(20, drafters=["suffix", "lookup"])))
-        assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
-        await tell(both.generate(request(20, drafters=["none"])))
-        assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
-        with pytest.raises(InvalidRequestError, match="known are lookup, none, suffix"):
-            await tell(both.generate(request(20, drafters=["other"])))
-
-    async def test_a_silent_one_is_followed_by_the_next(self) -> None:
-        verifier = ScriptedVerifier()
-        silent, good = ScriptedDrafter("silent", answers=False), ScriptedDrafter("good")
-        verifier.stall_at = 4
-        task = asyncio.create_task(tell(coordinator([verifier], [silent, good]).generate(request(20))))
-        await until(lambda: good.attachments)
-        assert silent.attachments[0].cancelled
-        assert good.attachments[0].request.attach_token == bytes([2]) * 16
-        verifier.go_on()
-        assert (await task).ids == text_of(20)
-
-    @pytest.mark.parametrize("how", ["stream", "event", "verifier"])
-    async def test_the_loss_of_one_brings_the_next_and_the_text_goes_on(self, how: str) -> None:
-        verifier = ScriptedVerifier()
-        first, second = ScriptedDrafter("first"), ScriptedDrafter("second")
-        verifier.stall_at = 4
-        task = asyncio.create_task(tell(coordinator([verifier], [first, second]).generate(request(20))))
-        await until(lambda: first.attachments)
-        await asyncio.sleep(0.01)
-        reason = verifier_pb2.CLOSED_REASON_LOST
-        if how == "stream":
-            first.attachments[0].lose()
-        elif how == "event":
-            first.attachments[0].say(detached={"reason": reason})
-        else:
-            (session_id,) = verifier.sessions
-            verifier.emit(session_id, drafter_changed=verifier_pb2.DrafterChanged(epoch=1, reason=reason))
-        await until(lambda: second.attachments)
-        assert first.attachments[0].cancelled
-        verifier.go_on()
-        assert (await task).ids == text_of(20)
-        assert len(first.attachments) == 1
-
-    async def test_a_lone_one_is_tried_again_later(self) -> None:
-        verifier, only = ScriptedVerifier(), ScriptedDrafter("only")
-        verifier.stall_at = 4
-        task = asyncio.create_task(tell(coordinator([verifier], [only]).generate(request(20))))
-        await until(lambda: only.attachments)
-        await asyncio.sleep(0.01)
-        only.attachments[0].lose()
-        await until(lambda: len(only.attachments) == 2)
-        verifier.go_on()
-        assert (await task).ids == text_of(20)
-
-    async def test_one_of_another_tokenizer_is_never_chosen(self) -> None:
-        verifier, other = ScriptedVerifier(), ScriptedDrafter("other", tokenizer_hash="0" * 64)
-        await tell(coordinator([verifier], [other], credit=2).generate(request(20)))
-        assert not other.attachments

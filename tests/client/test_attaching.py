@@ -1,0 +1,86 @@
+"""How a session gets a drafter, loses it and gets another."""
+
+import asyncio
+
+import pytest
+from coordinating import coordinator, request, tell, text_of, until
+from scripted_verifier import ScriptedDrafter, ScriptedVerifier
+
+from specla.rpc.errors import InvalidRequestError
+from specla.v1 import common_pb2, verifier_pb2
+
+
+async def test_the_preferred_one_gets_a_token_and_detaches_at_the_end() -> None:
+    verifier, lookup, suffix = ScriptedVerifier(), ScriptedDrafter("lookup"), ScriptedDrafter("suffix")
+    both = coordinator([verifier], [lookup, suffix], credit=2)
+    assert (await tell(both.generate(request(20)))).ids == text_of(20)
+    assert not suffix.attachments
+    (attachment,) = lookup.attachments
+    assert attachment.request.session_id == verifier.commands[0].session_id
+    assert attachment.request.attach_token == bytes([1]) * 16
+    assert attachment.cancelled
+    assert verifier.commands[0].start.keep == common_pb2.FeatureSpec(layers=[6], window=6)
+
+
+async def test_a_request_chooses() -> None:
+    verifier, lookup, suffix = ScriptedVerifier(), ScriptedDrafter("lookup"), ScriptedDrafter("suffix")
+    both = coordinator([verifier], [lookup, suffix], credit=2)
+    await tell(both.generate(request(20, drafters=["suffix", "lookup"])))
+    assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
+    await tell(both.generate(request(20, drafters=["none"])))
+    assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
+    with pytest.raises(InvalidRequestError, match="known are lookup, none, suffix"):
+        await tell(both.generate(request(20, drafters=["other"])))
+
+
+async def test_a_silent_one_is_followed_by_the_next() -> None:
+    verifier = ScriptedVerifier()
+    silent, good = ScriptedDrafter("silent", answers=False), ScriptedDrafter("good")
+    verifier.stall_at = 4
+    task = asyncio.create_task(tell(coordinator([verifier], [silent, good]).generate(request(20))))
+    await until(lambda: good.attachments)
+    assert silent.attachments[0].cancelled
+    assert good.attachments[0].request.attach_token == bytes([2]) * 16
+    verifier.go_on()
+    assert (await task).ids == text_of(20)
+
+
+@pytest.mark.parametrize("how", ["stream", "event", "verifier"])
+async def test_the_loss_of_one_brings_the_next_and_the_text_goes_on(how: str) -> None:
+    verifier = ScriptedVerifier()
+    first, second = ScriptedDrafter("first"), ScriptedDrafter("second")
+    verifier.stall_at = 4
+    task = asyncio.create_task(tell(coordinator([verifier], [first, second]).generate(request(20))))
+    await until(lambda: first.attachments)
+    await asyncio.sleep(0.01)
+    reason = verifier_pb2.CLOSED_REASON_LOST
+    if how == "stream":
+        first.attachments[0].lose()
+    elif how == "event":
+        first.attachments[0].say(detached={"reason": reason})
+    else:
+        (session_id,) = verifier.sessions
+        verifier.emit(session_id, drafter_changed=verifier_pb2.DrafterChanged(epoch=1, reason=reason))
+    await until(lambda: second.attachments)
+    assert first.attachments[0].cancelled
+    verifier.go_on()
+    assert (await task).ids == text_of(20)
+    assert len(first.attachments) == 1
+
+
+async def test_a_lone_one_is_tried_again_later() -> None:
+    verifier, only = ScriptedVerifier(), ScriptedDrafter("only")
+    verifier.stall_at = 4
+    task = asyncio.create_task(tell(coordinator([verifier], [only]).generate(request(20))))
+    await until(lambda: only.attachments)
+    await asyncio.sleep(0.01)
+    only.attachments[0].lose()
+    await until(lambda: len(only.attachments) == 2)
+    verifier.go_on()
+    assert (await task).ids == text_of(20)
+
+
+async def test_one_of_another_tokenizer_is_never_chosen() -> None:
+    verifier, other = ScriptedVerifier(), ScriptedDrafter("other", tokenizer_hash="0" * 64)
+    await tell(coordinator([verifier], [other], credit=2).generate(request(20)))
+    assert not other.attachments
