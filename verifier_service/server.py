@@ -23,7 +23,7 @@ log = structlog.get_logger("specla.verifier")
 SERVICE = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
 _MAX_BACKLOG = 1024  # messages that wait for the scheduler
-_STREAM_GRACE_S = 1.0  # for streams to end after their sessions did
+_STREAM_GRACE_S = 5.0  # for streams to end after their sessions did; they take milliseconds unless the machine is busy
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
