@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specla.drafter_service.calibration import Calibration, cell_of
-from specla.drafter_service.occurrences import MAX_MATCH, Occurrence
+from specla.drafter_service.occurrences import Occurrence, advance
 from specla.drafter_service.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 Weigh = Callable[[int], float]  # of a place, by the length of its match
@@ -93,7 +93,7 @@ class Continuations:
         while waiting and len(tree) < budget and -waiting[0].cost >= least:
             best = heapq.heappop(waiting)
             node = tree.add(best.parent, best.guess.token, best.log_prob)
-            made = self._made[node] = self.guesses(_advance(best.guess.places), best.depth + 1)
+            made = self._made[node] = self.guesses(advance(best.guess.places), best.depth + 1)
             self._offer(waiting, node, best.depth + 1, -best.cost, made, least)
         self._tree = tree.build()
         return self._tree
@@ -130,12 +130,3 @@ class Continuations:
             log_prob = math.log(max(chance, 1e-9))
             if path + log_prob >= least:
                 heapq.heappush(waiting, _Offer(-path - log_prob, parent, rank, depth, log_prob, guess))
-
-
-def _advance(places: Sequence[Occurrence]) -> list[Occurrence]:
-    """The places one token on, without those where the text ends."""
-    return [
-        Occurrence(text, position + 1, min(length + 1, MAX_MATCH))
-        for text, position, length in places
-        if position + 1 < len(text)
-    ]

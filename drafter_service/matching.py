@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from specla.drafter_service.continuations import Continuations, Guess
-from specla.drafter_service.occurrences import Occurrence, OccurrenceIndex
+from specla.drafter_service.occurrences import Occurrence, OccurrenceIndex, advance
 from specla.drafter_service.tree import DraftTree
 
 STUDY = 64  # tokens at the end of the prompt from which the chances are learnt before the first draft
+LONG = 8  # tokens of a match that says more than how often its like has been seen
 
 
 class MatchState:
@@ -30,6 +31,7 @@ class MatchState:
         self._index = index
         self._find = find
         self._continuations = continuations
+        self._places: list[Occurrence] | None = None
         self._guesses: list[Guess] | None = None
         unstudied = max(len(tokens) - STUDY, 0)
         index.extend(tokens[:unstudied])
@@ -40,8 +42,11 @@ class MatchState:
         self._continuations.settle_draft(tokens)
         for token in tokens:
             self._continuations.settle(self._next_guesses(), token)
+            places, self._places, self._guesses = self._places, None, None
             self._index.extend((token,))
-            self._guesses = None
+            # Long matches that all went on as the text did are still the ones to follow: no need to look again.
+            if places and all(p.length >= LONG and p.text[p.position] == token for p in places):
+                self._places = advance(places)
 
     def draft(self, budget: int) -> DraftTree:
         """The likeliest continuations; empty where the end of the text has stood nowhere before."""
@@ -52,5 +57,6 @@ class MatchState:
 
     def _next_guesses(self) -> list[Guess]:
         if self._guesses is None:
-            self._guesses = self._continuations.guesses(self._find())
+            self._places = self._places or self._find()
+            self._guesses = self._continuations.guesses(self._places)
         return self._guesses

@@ -14,6 +14,15 @@ class Occurrence(NamedTuple):
     length: int  # tokens of context that agree, up to MAX_MATCH
 
 
+def advance(places: Sequence[Occurrence]) -> list[Occurrence]:
+    """The places one token on, without those where the text ends."""
+    return [
+        Occurrence(text, position + 1, min(length + 1, MAX_MATCH))
+        for text, position, length in places
+        if position + 1 < len(text)
+    ]
+
+
 class OccurrenceIndex:
     """A text with, for each order n, a chain of the places behind equal n-grams, newest first.
 
@@ -78,6 +87,8 @@ class OccurrenceIndex:
         """How many tokens before `position` equal the end of the context, of which `known` are known to."""
         text, end = self.text, len(context)
         most = min(MAX_MATCH, position, end)
+        if text[position - most : position] == context[end - most :]:
+            return most
         length = known
         while length < most and text[position - 1 - length] == context[end - 1 - length]:
             length += 1

@@ -1,13 +1,13 @@
 """The drafter service and the in-process join against a real verifier: the same text, loss, cancel, refusals."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+from bare_coordinator import BareText
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specla.drafter_service.config import DrafterConfig
@@ -18,8 +18,7 @@ from specla.rpc.errors import InvalidRequestError, ServiceUnavailableError
 from specla.rpc.links import Attachment, DrafterPort, VerifierPort
 from specla.rpc.remote_drafter import RemoteDrafter
 from specla.rpc.remote_verifier import RemoteVerifier
-from specla.rpc.waker import LoopWaker
-from specla.v1 import common_pb2, drafter_pb2, verifier_pb2
+from specla.v1 import drafter_pb2, verifier_pb2
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.scheduler import Scheduler
@@ -30,82 +29,11 @@ TOKENS = 60
 DRAFTER = DrafterConfig(name="random", port=0, drain_s=0.2, random_probability=0.9)
 
 
-class Text:
-    """One generation, by a coordinator that does nothing but what the protocol needs."""
-
-    def __init__(self, verifier: VerifierPort, session_id: bytes | None = None) -> None:
-        self.session_id = session_id or os.urandom(16)
-        self.tokens: list[int] = []
-        self.drafted = 0
-        self.verified = 0
-        self.issued: verifier_pb2.AttachIssued | None = None
-        self.changes: list[verifier_pb2.DrafterChanged] = []
-        self.finished = False
-        self._waker = LoopWaker(asyncio.get_running_loop())
-        self._bell = asyncio.Event()
-        self._link = verifier.connect_coordinator(self.ring)
-
-    def ring(self) -> None:
-        self._waker.call(self._bell.set)
-
-    def start(self, *, credit: int = 10_000, temperature: float = 0.0) -> None:
-        start = verifier_pb2.Start(
-            prompt_ids=PROMPT,
-            sampling=common_pb2.Sampling(temperature=temperature, seed=11),
-            stopping=common_pb2.Stopping(max_tokens=TOKENS, ignore_eos=True),
-        )
-        self.command(start=start)
-        self.command(issue_attach=verifier_pb2.IssueAttach())
-        self.allow(credit)
-
-    def allow(self, credit: int) -> None:
-        self.command(credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + credit))
-
-    def command(self, **command: object) -> None:
-        self._link.send([verifier_pb2.SessionCommand(session_id=self.session_id, **command)])  # type: ignore[arg-type]
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not holds():
-                await self._bell.wait()
-                self._bell.clear()
-                for event in self._link.take():
-                    self._read(event)
-                assert self._link.lost is None
-
-    def request(self) -> drafter_pb2.DraftSessionRequest:
-        assert self.issued is not None
-        return drafter_pb2.DraftSessionRequest(
-            session_id=self.session_id,
-            verifier_id=self.issued.verifier_id,
-            verifier_address=self.issued.verifier_address,
-            attach_token=self.issued.attach_token,
-        )
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _read(self, event: verifier_pb2.SessionEvent) -> None:
-        match event.WhichOneof("event"):
-            case "committed":
-                self.tokens += event.committed.tokens
-                self.drafted += sum(event.committed.drafted)
-                self.verified += sum(count.drafted for count in event.committed.passes)
-            case "attach_issued":
-                self.issued = event.attach_issued
-            case "drafter_changed":
-                self.changes.append(event.drafter_changed)
-            case "finished":
-                self.finished = True
-            case "failed":
-                raise AssertionError(event.failed.message)
-
-
 async def write(
     verifier: VerifierPort, drafter: DrafterPort | None, *, temperature: float = 0.0, pause_s: float = 0.0
-) -> Text:
+) -> BareText:
     """A whole text, drafted for by `drafter` from its first token on; before that one, a pause for its draft."""
-    text = Text(verifier)
+    text = BareText(verifier, PROMPT, TOKENS)
     text.start(credit=0, temperature=temperature)
     await text.until(lambda: text.issued is not None)
     attachment = None
@@ -201,7 +129,7 @@ async def test_a_drafter_service_gives_the_plain_text(verifier: RemoteVerifier, 
 
 
 async def test_cancelling_detaches(verifier: RemoteVerifier, drafter: RemoteDrafter) -> None:
-    text = Text(verifier)
+    text = BareText(verifier, PROMPT, TOKENS)
     text.start(credit=2)
     await text.until(lambda: text.issued is not None)
     attachment = drafter.draft_session(text.request(), text.ring)
@@ -220,7 +148,7 @@ async def test_the_death_of_the_service_leaves_the_text_alone(
     verifier: RemoteVerifier, drafter_server: DrafterServer, drafter: RemoteDrafter
 ) -> None:
     plain = await write(verifier, None)
-    text = Text(verifier)
+    text = BareText(verifier, PROMPT, TOKENS)
     text.start(credit=20)
     await text.until(lambda: text.issued is not None)
     attachment = drafter.draft_session(text.request(), text.ring)
@@ -245,8 +173,8 @@ async def test_the_loss_of_the_verifier_ends_its_sessions_and_a_new_one_is_joine
         if attachments and (attachments[-1].lost is not None or any(event.HasField("detached") for event in told)):
             lost.set()
 
-    async def attach(port: VerifierPort) -> Text:
-        text = Text(port)
+    async def attach(port: VerifierPort) -> BareText:
+        text = BareText(port, PROMPT, TOKENS)
         text.start(credit=2)
         await text.until(lambda: text.issued is not None)
         attachments.append(drafter.draft_session(text.request(), wake))
