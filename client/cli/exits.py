@@ -31,6 +31,9 @@ def exit_codes() -> Iterator[None]:
     except ModuleNotFoundError as error:
         complain(f"{error.name} is not installed; pip install 'specla[verifier]' (or [train], [dev]) brings it")
         raise typer.Exit(FAILED) from None
+    except FileNotFoundError as error:
+        complain(f"{error.filename}: no such file")
+        raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None

@@ -27,7 +27,7 @@ class There(NamedTuple):
     """The server to ask instead; None: this process."""
 
     server: str | None
-    ca: str | None
+    ca: Path | None
 
 
 def generate(prompt: str, options: Options, *, as_json: bool, here: Here, there: There, log_level: str) -> None:
@@ -76,7 +76,7 @@ def _generator(here: Here, there: There, options: Options) -> Any:
         from specla.client.sdk import Client
         from specla.rpc.channel import ClientTls
 
-        return Client(there.server, tls=ClientTls(root_ca=Path(there.ca)) if there.ca else None)
+        return Client(there.server, tls=ClientTls(root_ca=there.ca) if there.ca else None)
     from specla.client.local import Local
 
     wanted = options.get("drafter")

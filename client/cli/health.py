@@ -8,10 +8,9 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specla.client.cli.exits import FAILED
-from specla.rpc.errors import InvalidRequestError
 
 
-def health(address: str, service: str, timeout: float, ca: str | None) -> None:
+def health(address: str, service: str, timeout: float, ca: Path | None) -> None:
     """Print one line: the state.
 
     Args:
@@ -23,9 +22,7 @@ def health(address: str, service: str, timeout: float, ca: str | None) -> None:
     Raises:
         typer.Exit: status 1 unless it is SERVING.
     """
-    if ca is not None and not Path(ca).is_file():
-        raise InvalidRequestError("ca", "no such file")
-    credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca is not None else None
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes()) if ca is not None else None
     options = (("grpc.enable_http_proxy", 0),)
     open_channel = (
         grpc.insecure_channel(address, options)

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,6 +71,9 @@ app = typer.Typer(
 )
 
 
+_CA = typer.Option(metavar="FILE", help="PEM authority of the server: use TLS.", exists=True, dir_okay=False)
+
+
 @app.callback()
 def _root() -> None:
     pass
@@ -96,7 +100,7 @@ def _generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind an end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
-    ca: Annotated[str | None, typer.Option(metavar="FILE", help="PEM authority of the server: use TLS.")] = None,
+    ca: Annotated[Path | None, _CA] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until it is given up.")] = 600.0,
     target: Annotated[
         str | None, typer.Option(envvar="SPECLA_TARGET", metavar="DIR", help="Model folder.", show_default="shipped")
@@ -152,7 +156,7 @@ def _health(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Of any service.")],
     service: Annotated[str, typer.Option(help="Full name of one service.", show_default="the whole server")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 3.0,
-    ca: Annotated[str | None, typer.Option(metavar="FILE", help="PEM authority of the server: use TLS.")] = None,
+    ca: Annotated[Path | None, _CA] = None,
 ) -> None:
     from specla.client.cli.health import health
 

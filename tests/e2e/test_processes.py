@@ -16,6 +16,8 @@ from processes import Service, command
 
 from specla.client import Client, Delta, GenerateResult
 from specla.client.results import Collector
+from specla.rpc.channel import ClientTls
+from specla.rpc.errors import ServiceUnavailableError
 
 PROMPT = "Question: Tom has 12 apples and gives 5 to Ann. How many apples has he left? Answer:"
 OPTIONS = {"temperature": 1.0, "seed": 21, "ignore_eos": True}
@@ -180,6 +182,26 @@ def test_serve_all_answers_reads_its_file_and_stops_well(
         result = generate_and(client, 50, lambda: os.kill(service.process.pid, signal.SIGTERM), max_tokens=400)
         assert len(result.token_ids) == 400
         assert service.process.wait(20) == 0
+
+
+def test_beyond_plain_text(cluster: Cluster, tmp_path: Path) -> None:
+    """A coordinator with TLS: whoever trusts its authority gets text, plain text gets nothing."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    try:
+        make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *name]
+        subprocess.run(make, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("needs the openssl command to make a certificate")
+    flags = ["--tokenizer", str(cluster.target), "--verifiers", cluster.verifier.address, "--port", "0"]
+    flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
+    with Service("coordinator", *flags, log=tmp_path / "log") as coordinator:
+        address = coordinator.address.replace("127.0.0.1", "localhost")
+        with Client(address, tls=ClientTls(root_ca=certificate)) as client:
+            assert len(client.generate(PROMPT, max_tokens=5, **OPTIONS).token_ids) == 5
+        with Client(address) as client, pytest.raises(ServiceUnavailableError):
+            client.generate(PROMPT, max_tokens=5, timeout=5.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
