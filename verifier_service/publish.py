@@ -104,7 +104,7 @@ class LinkEnd(Generic[In, Out]):
         with self._lock:
             if self._ended:
                 return
-            self._ended, self._is_new, self._lost = True, True, error
+            self._lost, self._is_new, self._ended = error, True, True  # in this order: others look without the lock
         if error is not None:
             self._hang_up(self)
 

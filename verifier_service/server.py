@@ -102,11 +102,11 @@ async def _unread(link: LinkEnd[In, Out], news: asyncio.Event) -> AsyncIterator[
     while True:
         await news.wait()
         news.clear()
-        ended = link.ended
+        ended, lost = link.ended, link.lost  # looked at before the items, so that none comes after them
         if items := link.take():
             yield items
-        if link.lost is not None:
-            raise link.lost
+        if lost is not None:
+            raise lost
         if ended:
             return
 

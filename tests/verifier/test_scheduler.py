@@ -262,12 +262,12 @@ def test_a_session_that_stands_still_is_reaped(make_verifier: MakeVerifier) -> N
 
 
 def test_a_long_prompt_starves_nobody_and_is_not_starved(make_verifier: MakeVerifier) -> None:
-    verifier = make_verifier(prefill_chunk=16)
+    verifier = make_verifier(prefill_chunk=64)
     coordinator = Coordinator(verifier)
     busy = coordinator.start(PROMPT, max_tokens=3000)
     coordinator.wait(lambda: len(coordinator.tokens(busy)) > 2)
     before = len(coordinator.tokens(busy))
-    long = coordinator.start([i % 320 for i in range(16 * 12)], max_tokens=4)
+    long = coordinator.start([i % 320 for i in range(64 * 12)], max_tokens=4)
     coordinator.wait_for(long, "prefilled")
     during = len(coordinator.tokens(busy)) - before
     assert during >= 8  # a pass between any two pieces
