@@ -1,0 +1,114 @@
+"""A small part of `specla bench identity`, and proof that it would see a difference."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specla.benchmarks import identity
+from specla.benchmarks.identity import Case, Journal, Text
+from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.services import services
+from specla.client.local import Local
+from specla.verifier_service.config import VerifierConfig
+
+PROMPTS = [
+    Prompt("sum", "maths", "Question: 3 + 4 = 7. Question: 3 + 4 ="),
+    Prompt("code", "code", "def f(a):\n    return a\n\ndef f(a):\n"),
+    Prompt("prose", "prose", "It was the best of times, it was the worst of times, it was"),
+]
+DRAFTERS = ["none", "lookup", "suffix", "random"]
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def columns() -> list[Case]:
+    return identity.cases(DRAFTERS, [0.0, 1.0], ["one process", "services"], batch=3)
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_target: Path, columns: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Journal:
+    journal = Journal(tmp_path_factory.mktemp("identity") / "journal.jsonl")
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3)
+    with ExitStack() as stack:
+        generators = {
+            "one process": stack.enter_context(Local(verifier=config, drafters=DRAFTERS[1:])),
+            "services": stack.enter_context(
+                services(tiny_target, DRAFTERS, numerics="exact", max_sessions=3, threads=1)
+            ),
+        }
+        identity.run(
+            columns, PROMPTS, journal, generators.__getitem__, max_tokens=MAX_TOKENS, progress=lambda text: None
+        )
+    return journal
+
+
+def test_a_seed_has_one_text_everywhere(filled: Journal, columns: list[Case]) -> None:
+    made = identity.report(columns, PROMPTS, filled, device="test")
+    assert len(made.goals) == len(columns)
+    assert [goal.name for goal in made.goals if not goal.met] == []
+    assert made.notes["texts"] == len(columns) * len(PROMPTS)
+    assert int(made.notes["tokens"]) > 0
+
+
+def test_a_different_token_is_seen(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
+    spoiled = Journal(tmp_path / "journal.jsonl")
+    wrong = Case("services", "random", 1.0, 3)
+    for (case, prompt_id), text in filled.texts.items():
+        if case == wrong and prompt_id == "code":
+            text = replace(text, token_ids=(*text.token_ids[:-1], text.token_ids[-1] ^ 1))
+        spoiled.add(text)
+    made = identity.report(columns, PROMPTS, spoiled, device="test")
+    assert [goal.name for goal in made.goals if not goal.met] == [f"{wrong}: texts that differ"]
+
+
+def test_a_seed_that_changes_nothing_is_seen(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
+    spoiled = Journal(tmp_path / "journal.jsonl")
+    other = next(case for case in columns if case.other_seed)
+    baseline = filled.of(Case("one process", "none", 1.0, 1))
+    for text in filled.texts.values():
+        long = (*baseline[text.prompt_id].token_ids, *range(identity.MIN_TOKENS_TO_DIFFER))
+        same = text.case == other or text.case.temperature == 1.0
+        spoiled.add(replace(text, token_ids=long) if same else text)
+    made = identity.report(columns, PROMPTS, spoiled, device="test")
+    assert [goal.name for goal in made.goals if not goal.met] == [f"{other}: texts that are the same"]
+
+
+def test_a_broken_off_run_goes_on(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
+    lines = filled.path.read_text().splitlines()
+    path = tmp_path / "journal.jsonl"
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    journal, missing = Journal(path), Text.from_line(lines[-1])
+    asked: list[str] = []
+
+    class Recorded:
+        def generate(self, prompt: str, *, drafter: str, max_tokens: int, temperature: float, seed: int) -> object:
+            asked.append(prompt)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        identity.run(
+            columns, PROMPTS, journal, lambda join: Recorded(), max_tokens=MAX_TOKENS, progress=lambda text: None
+        )
+    assert asked == [next(prompt.text for prompt in PROMPTS if prompt.id == missing.prompt_id)]
+
+
+def test_incomplete_or_mixed_journals_are_refused(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
+    short = Journal(tmp_path / "short.jsonl")
+    mixed = Journal(tmp_path / "mixed.jsonl")
+    for i, text in enumerate(filled.texts.values()):
+        if i:
+            short.add(text)
+        mixed.add(text if i else replace(text, numerics_id="another"))
+    with pytest.raises(ValueError, match="missing"):
+        identity.report(columns, PROMPTS, short, device="test")
+    with pytest.raises(ValueError, match="mixes"):
+        identity.report(columns, PROMPTS, mixed, device="test")
+
+
+def test_journal_lines_are_json(filled: Journal) -> None:
+    line = json.loads(filled.path.read_text().splitlines()[0])
+    assert line["case"]["drafter"] == "none"
+    assert len(line["token_ids"]) <= MAX_TOKENS

@@ -1,0 +1,46 @@
+"""Reports: medians and quartiles, goals that can fail, JSON of the promised shape, no paths in the command."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from specla.benchmarks.report import Goal, Report, Row, command_line
+
+
+def test_rows_are_medians_with_quartiles() -> None:
+    row = Row.of("case", "name", [5.0, 1.0, 2.0, 3.0, 4.0], "ms")
+    assert (row.median, row.low, row.high, row.samples) == (3.0, 1.5, 4.5, 5)
+    few = Row.of("case", "name", [3.0, 1.0], "ms")
+    assert (few.median, few.low, few.high) == (2.0, 1.0, 3.0)
+    with pytest.raises(ValueError, match="no samples"):
+        Row.of("case", "name", [], "ms")
+
+
+@pytest.mark.parametrize(
+    ("got", "sense", "met"),
+    [(1.4, "at most", True), (1.41, "at most", False), (1.25, "at least", False), (1.4, "at least", True)],
+)
+def test_goals_are_met_or_not(got: float, sense: str, met: bool) -> None:
+    assert Goal(name="g", want=1.4, got=got, unit="x", sense=sense).met is met  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sense", ["at most", "at least"])
+def test_a_figure_that_is_no_number_meets_no_goal(sense: str) -> None:
+    assert not Goal(name="g", want=1.0, got=math.nan, unit="x", sense=sense).met  # type: ignore[arg-type]
+
+
+def test_json_holds_rows_goals_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/specla", "bench", "passes", "--target", "/some/where/models"])
+    made = Report(title="t", device="d")
+    made.rows.append(Row.of("c", "n", [1.0], "ms"))
+    made.goals.append(Goal(name="g", want=1.0, got=2.0, unit="x", sense="at most"))
+    made.write(tmp_path / "deep" / "t.json")
+    read = json.loads((tmp_path / "deep" / "t.json").read_text())
+    assert read["command"] == command_line() == "specla bench passes --target models"
+    assert read["goals"] == [{"name": "g", "want": 1.0, "got": 2.0, "unit": "x", "sense": "at most", "met": False}]
+    assert read["rows"][0]["median"] == 1.0
+    assert "python" in read["versions"]
+    assert not made.all_met
