@@ -37,7 +37,12 @@ class DrafterMember:
         return self.port.info().name
 
     def failed(self, now: float) -> None:
-        """Put it aside, longer each time, so that a dead drafter costs sessions little."""
+        """Put it aside, longer each time, so that a dead drafter costs sessions little.
+
+        All sessions of a drafter that dies say so; that is one failure.
+        """
+        if now < self.not_before:
+            return
         self.not_before = now + self._retry * 2 ** min(self._failures, _MAX_DOUBLINGS)
         self._failures += 1
 

@@ -6,6 +6,7 @@ import pytest
 from coordinating import coordinator, request, tell, text_of, until
 from scripted_verifier import ScriptedDrafter, ScriptedVerifier
 
+from specla.client.coordinator.drafters import DrafterMember
 from specla.rpc.errors import InvalidRequestError
 from specla.v1 import common_pb2, verifier_pb2
 
@@ -84,3 +85,17 @@ async def test_one_of_another_tokenizer_is_never_chosen() -> None:
     verifier, other = ScriptedVerifier(), ScriptedDrafter("other", tokenizer_hash="0" * 64)
     await tell(coordinator([verifier], [other], credit=2).generate(request(20)))
     assert not other.attachments
+
+
+def test_a_failing_one_is_put_aside_for_longer_each_time() -> None:
+    member = DrafterMember(ScriptedDrafter("a"), 2.0)
+    waits = []
+    for _ in range(6):
+        now = member.not_before
+        member.failed(now)
+        member.failed(now + 0.1)  # another session that lost the same drafter
+        waits.append(member.not_before - now)
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 32.0]
+    member.attached()
+    member.failed(100.0)
+    assert member.not_before == 102.0
