@@ -12,7 +12,6 @@ runs again.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -164,9 +163,8 @@ class Engine:
         assert out.logits is not None
         sampled = sample(out.logits, row_sampling(items, batch, row_tokens))
         self._last_factors = out.factors
-        results = [self._conclude(item, batch, batch.offsets[i], out, sampled) for i, item in enumerate(items)]
         seconds = time.perf_counter() - started
-        return [replace(result, seconds=seconds) for result in results]
+        return [self._conclude(item, batch, batch.offsets[i], out, sampled, seconds) for i, item in enumerate(items)]
 
     def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
         """Hidden states kept of positions in [from_position, to_position), all below committed_len - 1.
@@ -273,14 +271,16 @@ class Engine:
             for session in sessions:
                 session.pending = None
 
-    def _conclude(self, item: PassItem, batch: TreeBatch, offset: int, out: TreePass, sampled: Sampled) -> PassResult:
+    def _conclude(
+        self, item: PassItem, batch: TreeBatch, offset: int, out: TreePass, sampled: Sampled, seconds: float
+    ) -> PassResult:
         """Accept an item's tokens and move its session on; the only place where a pass changes a session."""
         session, base_len = item.session, item.session.committed_len
         acceptance = accept_item(item, offset, sampled)
         if isinstance(acceptance, InternalError):
-            return PassResult(session=session, base_len=base_len, error=acceptance)
+            return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
         assert out.logits is not None
-        result = result_of(item, offset, acceptance, out.logits, sampled, base_len)
+        result = result_of(item, offset, acceptance, out.logits, sampled, seconds)
         self._take(session, out, batch, [offset + row for row in acceptance.rows])
         session.tokens += acceptance.tokens
         session.sampling_state.extend(acceptance.tokens)

@@ -44,7 +44,7 @@ class PassResult:
         logprobs: for each of `tokens`, if the session's sampling asks for them.
         top: for each of `tokens`, if the item asked for them.
         error: why the session failed; then nothing was committed.
-        seconds: duration of the whole pass.
+        seconds: duration of the whole pass, sampling included.
     """
 
     session: Session
@@ -87,9 +87,9 @@ def accept_item(item: PassItem, offset: int, sampled: Sampled) -> Acceptance | I
 
 
 def result_of(
-    item: PassItem, offset: int, acceptance: Acceptance, logits: Tensor, sampled: Sampled, base_len: int
+    item: PassItem, offset: int, acceptance: Acceptance, logits: Tensor, sampled: Sampled, seconds: float
 ) -> PassResult:
-    """What to report of an accepted walk."""
+    """What to report of an accepted walk, before the session moves on."""
     count = len(acceptance.tokens)
     rows = [offset + row for row in acceptance.rows[:count]]  # token i was sampled after row i of the walk
     logprobs = top = None
@@ -102,11 +102,12 @@ def result_of(
         )
     return PassResult(
         session=item.session,
-        base_len=base_len,
+        base_len=item.session.committed_len,
         accepted_nodes=acceptance.accepted_nodes,
         tokens=acceptance.tokens,
         drafted=acceptance.drafted,
         finish=acceptance.finish,
         logprobs=logprobs,
         top=top,
+        seconds=seconds,
     )

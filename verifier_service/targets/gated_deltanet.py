@@ -6,7 +6,7 @@ later commit needs (`PassFactors`); prefill advances the state itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -33,18 +33,15 @@ SCAN_CHUNK = 32  # tokens of one triangular system of prefill; 64 and 16 are slo
 
 
 class LayerWeights(NamedTuple):
-    """One block, its projections merged.
+    """One block: projections merged, and the weight of each norm folded into the projection behind it.
 
-    Columns of `in_proj`: q, k, v, then a and b up to the width of the gates' bias, then the output gate.
+    Outputs of `in_proj`: q, k and v, then a and b up to the width of the gates' bias, then the output gate.
     """
 
-    attn_norm: Tensor
     in_proj: DenseWeight
     conv: Tensor  # [W, D]
     gates: GateParameters
-    o_norm: Tensor
     o_proj: DenseWeight
-    mlp_norm: Tensor
     gate_up: DenseWeight
     down: DenseWeight
 
@@ -63,7 +60,7 @@ class TargetWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the prepared weights; fast mode holds its matrices twice (see `DenseWeight`)."""
-        small = [x for layer in self.layers for x in (layer.attn_norm, layer.conv, layer.o_norm, layer.mlp_norm)]
+        small = [layer.conv for layer in self.layers]
         numbers = sum(w.out_features * w.in_features for w in self.dense_weights())
         copies = 2 if self.mode == "fast" else 1
         return sum(x.nbytes for x in (self.embeddings, self.norm, *small)) + 4 * copies * numbers
@@ -109,12 +106,12 @@ def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mo
     embeddings = tensors[EMBEDDINGS].float()
     head = tensors[EMBEDDINGS if config.tie_word_embeddings else HEAD]
     norm = tensors["model.norm.weight"].float()
-    return TargetWeights(config, mode, embeddings, tuple(layers), norm, _dense(head, mode))
+    return TargetWeights(config, mode, embeddings, tuple(layers), norm, _dense(head.float(), mode))
 
 
 def _dense(weight: Tensor, mode: Mode) -> DenseWeight:
     """Fast mode also keeps the plain layout, which is the faster one for a single row."""
-    return DenseWeight(weight.float() if weight.dtype == torch.float16 else weight, keep_plain=mode == "fast")
+    return DenseWeight(weight, keep_plain=mode == "fast")
 
 
 def _prepare_layer(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], prefix: str, mode: Mode) -> LayerWeights:
@@ -128,17 +125,30 @@ def _prepare_layer(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], p
     if config.use_gate:
         parts.append(get("attn.g_proj.weight"))
     conv = torch.cat([get(f"attn.{name}_conv1d.weight") for name in "qkv"])  # [D, 1, W]
+    gate_up = torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])
     return LayerWeights(
-        attn_norm=get("attn_norm.weight").float(),
-        in_proj=_dense(torch.cat(parts), mode),
+        in_proj=_dense(_fold(torch.cat(parts), get("attn_norm.weight")), mode),
         conv=conv.squeeze(1).T.float().contiguous(),
         gates=gate,
-        o_norm=get("attn.o_norm.weight").float(),
-        o_proj=_dense(get("attn.o_proj.weight"), mode),
-        mlp_norm=get("mlp_norm.weight").float(),
-        gate_up=_dense(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]), mode),
-        down=_dense(get("mlp.down_proj.weight"), mode),
+        o_proj=_dense(_fold(get("attn.o_proj.weight"), get("attn.o_norm.weight")), mode),
+        gate_up=_dense(_fold(gate_up, get("mlp_norm.weight")), mode),
+        down=_dense(get("mlp.down_proj.weight").float(), mode),
     )
+
+
+def _fold(projection: Tensor, norm: Tensor) -> Tensor:
+    """The projection [out, in] behind `unit_rms` that equals the given one behind an RMS norm of this weight.
+
+    The norm's weight [D] repeats along the inputs, a head at a time.
+    """
+    scale = norm.float() * norm.shape[0] ** 0.5
+    return projection.float() * scale.repeat(projection.shape[1] // norm.shape[0])
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum x^2 + D eps) over the last dimension, D wide: an RMS norm but for sqrt(D) and its weight."""
+    scale: Tensor = (x * x).sum(-1, keepdim=True).add_(eps * x.shape[-1]).rsqrt_()
+    return x * scale
 
 
 def tree_pass(
@@ -163,25 +173,23 @@ def tree_pass(
     """
     linear: Linear = exact_linear if weights.mode == "exact" else fast_linear
     verify = verify_exact if weights.mode == "exact" else verify_fast
-    states = _gather(slots)
-    config = weights.config
-    H, K, keys, D = config.num_heads, config.head_dim, config.key_dim, config.conv_dim
-    R = batch.rows
+    config, R = weights.config, batch.rows
     factors = PassFactors([], [], [], [])
     hidden = []
+    states, windows = _sessions(recurrent_state, slots, 1), _sessions(conv_state, slots, 2)
     x = weights.embeddings.index_select(0, tokens)  # [R, hidden]
-    for i, layer in enumerate(weights.layers):
-        projected = linear(rms_norm(x, layer.attn_norm, config.norm_eps), layer.in_proj)
-        y, inputs = tree_convolution(projected[:, :D], states(conv_state[:, :, i]), layer.conv, batch)
-        qk = l2_normalise(y[:, : 2 * keys].view(R, 2, H, K), L2_EPS)
-        v = y[:, 2 * keys :].view(R, config.value_heads, config.head_v_dim)
-        g, beta = gates(projected[:, D : D + layer.gates.bias.shape[0]], layer.gates)
-        o, u = verify(qk, v, g, beta, states(recurrent_state[:, i]), batch)
+    for layer, state, window in zip(weights.layers, states, windows, strict=True):
+        raw, ab, gate = _projected(config, layer, x, linear)
+        y, inputs = tree_convolution(raw, window, layer.conv, batch)
+        qk, v = y.split([2 * config.key_dim, config.value_dim], 1)
+        qk = l2_normalise(qk.view(R, 2, config.num_heads, config.head_dim), L2_EPS)
+        g, beta = gates(ab, layer.gates)
+        o, u = verify(qk, v.view(R, config.value_heads, config.head_v_dim), g, beta, state, batch)
         factors.k.append(qk[:, 1])
         factors.u.append(u)
         factors.g.append(g)
         factors.conv_inputs.append(inputs)
-        x = x + linear(_mixer_output(config, layer, o, projected), layer.o_proj)
+        x = x + linear(_mixer_output(config, o, gate), layer.o_proj)
         x = x + _mlp(config, layer, x, linear)
         hidden.append(x)
     if not want_logits:
@@ -208,27 +216,24 @@ def prefill_chunk(
         The residual stream after each layer, float32 [T, hidden] each, then, if wanted, the final norm's output.
     """
     config = weights.config
-    H, K, keys, D = config.num_heads, config.head_dim, config.key_dim, config.conv_dim
     T, hidden = tokens.shape[0], []
     x = weights.embeddings.index_select(0, tokens)  # [T, hidden]
-    for i, layer in enumerate(weights.layers):
-        projected = exact_linear(rms_norm(x, layer.attn_norm, config.norm_eps), layer.in_proj)
-        y = _convolve_chunk(projected[:, :D], conv_state[:, i], layer.conv)
-        qk = y[:, : 2 * keys].view(T, 2, H, K)
-        qk = qk * (qk * qk).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
-        v = y[:, 2 * keys :].view(1, T, config.value_heads, config.head_v_dim)
-        g, beta = gates(projected[:, D : D + layer.gates.bias.shape[0]], layer.gates)
+    for layer, state, window in zip(weights.layers, recurrent_state, conv_state.unbind(1), strict=True):
+        raw, ab, gate = _projected(config, layer, x, exact_linear)
+        qk, v = _convolve_chunk(raw, window, layer.conv).split([2 * config.key_dim, config.value_dim], 1)
+        qk = unit_rms(qk.view(1, T, 2, config.num_heads, config.head_dim), L2_EPS / config.head_dim)
+        g, beta = gates(ab, layer.gates)
         o, final_state = chunk_gated_delta_rule(
-            qk[None, :, 0],
-            qk[None, :, 1],
-            v,
+            qk[:, :, 0],
+            qk[:, :, 1],
+            v.view(1, T, config.value_heads, config.head_v_dim),
             g[None],
             beta[None],
-            initial_state=recurrent_state[None, i],
+            initial_state=state[None],
             chunk_size=SCAN_CHUNK,
         )
-        recurrent_state[i] = final_state[0]
-        x = x + exact_linear(_mixer_output(config, layer, o[0], projected), layer.o_proj)
+        state.copy_(final_state[0])
+        x = x + exact_linear(_mixer_output(config, o[0], gate), layer.o_proj)
         x = x + _mlp(config, layer, x, exact_linear)
         hidden.append(x)
     if want_final_norm:
@@ -256,21 +261,32 @@ def commit(
     apply(recurrent_state.flatten(1, 2), slots, factors.factors, paths)
 
 
-def _gather(slots: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """From a store [slots, ...] to the sessions' entries [B, ...], contiguous: a view for one session."""
+def _sessions(store: Tensor, slots: Sequence[int], layer_dim: int) -> Iterable[Tensor]:
+    """A store's entries of these slots, layer by layer, contiguous [B, ...]: views for one session."""
     if len(slots) == 1:
-        first = slots[0]
-        return lambda store: store[first : first + 1]
+        return store[slots[0] : slots[0] + 1].unbind(layer_dim)
     index = torch.tensor(slots)
-    return lambda store: store.index_select(0, index)
+    return (layer.index_select(0, index) for layer in store.unbind(layer_dim))
 
 
-def _mixer_output(config: GatedDeltaNetConfig, layer: LayerWeights, o: Tensor, projected: Tensor) -> Tensor:
-    """Norm a head's output and gate it: [R, HV, V] to [R, HV * V]."""
-    o = rms_norm(o, layer.o_norm, config.norm_eps).flatten(1)
-    if not config.use_gate:
+def _projected(
+    config: GatedDeltaNetConfig, layer: LayerWeights, x: Tensor, linear: Linear
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Norm and project: raw convolution inputs [R, D], the gates' a and b [R, P], the output gate [R, HV V] if any."""
+    projected = linear(unit_rms(x, config.norm_eps), layer.in_proj)
+    widths = [config.conv_dim, layer.gates.bias.shape[0]]
+    if config.use_gate:
+        raw, ab, gate = projected.split([*widths, config.value_dim], 1)
+        return raw, ab, gate
+    raw, ab = projected.split(widths, 1)
+    return raw, ab, None
+
+
+def _mixer_output(config: GatedDeltaNetConfig, o: Tensor, gate: Tensor | None) -> Tensor:
+    """Norm the heads' outputs and gate them: [R, HV, V] to [R, HV * V]."""
+    o = unit_rms(o, config.norm_eps).flatten(1)
+    if gate is None:
         return o
-    gate = projected[:, -config.value_dim :]
     if config.output_gate_activation == "sigmoid":
         return o / torch.exp(-gate).add_(1)
     return o.mul_(silu(gate))
@@ -278,8 +294,7 @@ def _mixer_output(config: GatedDeltaNetConfig, layer: LayerWeights, o: Tensor, p
 
 def _mlp(config: GatedDeltaNetConfig, layer: LayerWeights, x: Tensor, linear: Linear) -> Tensor:
     """SwiGLU of the normed stream: [R, hidden] to [R, hidden]."""
-    both = linear(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up)  # [R, 2 * mlp]
-    gate, up = both[:, : config.mlp_dim], both[:, config.mlp_dim :]
+    gate, up = linear(unit_rms(x, config.norm_eps), layer.gate_up).split(config.mlp_dim, 1)  # [R, mlp] each
     return linear(silu(gate).mul_(up), layer.down)
 
 
