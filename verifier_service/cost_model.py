@@ -7,11 +7,13 @@ never rise on the way down, so the best n are closed under ancestors. What is le
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
+_MEASURE_ROUNDS = 4
+_MEASURE_S = 1.0  # no further round is begun after so long
 _RECENT = 7  # passes whose median says how loaded the machine is now
 _FIRST_SHARE = 0.5  # how far a number of rows goes towards the first pass seen of it
 _LEAST_SHARE = 0.02  # and towards every later one, in the long run
@@ -73,6 +75,22 @@ class PassTimes:
         low, high = self._rows[place - 1], self._rows[place]
         slope = (self._seconds[place] - self._seconds[place - 1]) / (high - low)
         return max(self._seconds[place - 1] + slope * (rows - low), self._seconds[0])
+
+
+def measure(one_round: Callable[[], Mapping[int, float]], clock: Callable[[], float]) -> PassTimes:
+    """Forecasts from the shortest of a few rounds; from one if the machine is too busy to measure anything well.
+
+    Args:
+        one_round: runs a pass of each size; rows to seconds.
+        clock: seconds.
+    """
+    until = clock() + _MEASURE_S
+    best = dict(one_round())
+    for _ in range(_MEASURE_ROUNDS - 1):
+        if clock() < until:
+            again = one_round()
+            best = {rows: min(seconds, again[rows]) for rows, seconds in best.items()}
+    return PassTimes(best)
 
 
 class Prospect(NamedTuple):

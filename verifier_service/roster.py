@@ -161,6 +161,20 @@ class Roster:
         ]
         return min(times, default=None)
 
+    def infos(self) -> list[verifier_pb2.SessionInfo]:
+        """What ListSessions says."""
+        now = self._clock()
+        return [
+            verifier_pb2.SessionInfo(
+                session_id=live.session_id,
+                prompt_len=live.session.prompt_len,
+                committed_len=live.session.committed_len,
+                drafter_attached=live.attachment is not None,
+                age_s=now - live.opened_at,
+            )
+            for live in self
+        ]
+
     def _tell_finished(self, live: LiveSession, event: verifier_pb2.SessionFinished) -> None:
         live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, finished=event))
         self._close(live, verifier_pb2.CLOSED_REASON_FINISHED)

@@ -25,7 +25,7 @@ from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent
 from specla.verifier_service.commands import CommandDesk
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.cost_model import PassTimes
+from specla.verifier_service.cost_model import PassTimes, measure
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.identity import describe, limits_of
@@ -45,8 +45,6 @@ from specla.verifier_service.roster import Roster
 
 log = structlog.get_logger("specla.verifier")
 
-_MEASURE_ROUNDS = 4
-_MEASURE_S = 1.0  # no further round is begun after so long
 _BEAT_S = 1.0  # an idle thread shows its life so often
 _STALLED_S = 60.0  # no turn takes so long: prefill goes in pieces
 
@@ -88,20 +86,10 @@ class Scheduler:
     def start(self, pass_times: PassTimes | None = None) -> "Scheduler":
         """Measure passes (or take the given forecasts) and begin to serve. Lets threads hand over sooner."""
         speed_up_hops()
-        self._passes.times = pass_times or self._measure()
+        self._passes.times = pass_times or measure(partial(self._engine.measure_pass_times, repeats=1), self._clock)
         self._beat = self._clock()
         self._thread.start()
         return self
-
-    def _measure(self) -> PassTimes:
-        """The shortest of a few rounds; of one if the machine is too busy to measure anything well."""
-        until = self._clock() + _MEASURE_S
-        best = self._engine.measure_pass_times(repeats=1)
-        for _ in range(_MEASURE_ROUNDS - 1):
-            if self._clock() < until:
-                again = self._engine.measure_pass_times(repeats=1)
-                best = {rows: min(seconds, again[rows]) for rows, seconds in best.items()}
-        return PassTimes(best)
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Take no new sessions, let the living ones end for `drain_s`, fail the rest, release the engine. Blocks."""
@@ -159,7 +147,7 @@ class Scheduler:
 
     def ask_sessions(self) -> "Future[list[verifier_pb2.SessionInfo]]":
         """`list_sessions` for those who may not block."""
-        return self.ask(self._session_infos)
+        return self.ask(self._roster.infos)
 
     def read_features(self, request: verifier_pb2.ReadFeaturesRequest) -> Iterator[verifier_pb2.Features]:
         """Features that a verdict had no room for, in slabs; positions no longer kept are left out. Blocks.
@@ -291,19 +279,6 @@ class Scheduler:
             coordinator.end(why)
             coordinator.flush()
         self._engine.close()
-
-    def _session_infos(self) -> list[verifier_pb2.SessionInfo]:
-        now = self._clock()
-        return [
-            verifier_pb2.SessionInfo(
-                session_id=live.session_id,
-                prompt_len=live.session.prompt_len,
-                committed_len=live.session.committed_len,
-                drafter_attached=live.attachment is not None,
-                age_s=now - live.opened_at,
-            )
-            for live in self._roster
-        ]
 
     # Called from any thread.
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specla.verifier_service.cost_model import NodeBudget, PassTimes, Prospect, choose
+from specla.verifier_service.cost_model import NodeBudget, PassTimes, Prospect, choose, measure
 
 TABLE = {1: 0.010, 2: 0.011, 5: 0.013, 9: 0.020, 17: 0.034}
 
@@ -17,6 +17,17 @@ def test_forecasts_are_linear_between_measurements_and_beyond() -> None:
     assert times.predict(3) == pytest.approx(0.011 + 0.002 / 3)
     assert times.predict(33) == pytest.approx(0.034 + 16 * 0.014 / 8)
     assert PassTimes({1: 0.01}).predict(40) == pytest.approx(0.01)
+
+
+def test_the_shortest_of_a_few_rounds_counts() -> None:
+    rounds = iter([{1: 3.0, 2: 5.0}, {1: 2.0, 2: 9.0}, {1: 4.0, 2: 4.0}, {1: 9.0, 2: 9.0}])
+    times = measure(lambda: next(rounds), lambda: 0.0)
+    assert (times.predict(1), times.predict(2)) == (2.0, 4.0)
+
+
+def test_a_busy_machine_is_measured_once() -> None:
+    rounds, clock = iter([{1: 3.0}]), iter([0.0, 5.0, 5.0, 5.0])
+    assert measure(lambda: next(rounds), lambda: next(clock)).predict(1) == 3.0
 
 
 def test_forecasts_follow_the_load_of_the_machine() -> None:
