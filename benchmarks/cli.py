@@ -140,12 +140,15 @@ def passes(
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)
+    given = {} if threads is None else {"threads": threads}
+    engines = {
+        numerics: Engine(
+            VerifierConfig(target=folder, numerics=numerics, max_sessions=len(kinds) + 1, max_rows=max(counts), **given)
+        )
+        for numerics in NUMERICS
+    }
     with _progress() as progress:
-        for numerics in NUMERICS:
-            given = {} if threads is None else {"threads": threads}
-            engine = Engine(
-                VerifierConfig(target=folder, numerics=numerics, max_sessions=len(kinds) + 1, max_rows=129, **given)
-            )
+        for numerics, engine in engines.items():
             made.notes[f"numerics_id, {numerics}"] = engine.target.numerics_id
             task = progress.add_task(numerics, total=rounds + 2)
             seconds = work.measure(
@@ -156,7 +159,7 @@ def passes(
                 progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
             )
             work.add_to(made, numerics, seconds)
-            engine.close()
+    work.add_price(made, work.measure_price(engines["exact"], engines["fast"], prompt, rounds=4 * rounds))
     _finish(made, json)
 
 

@@ -131,6 +131,29 @@ def measure(
     return seconds
 
 
+def measure_price(exact: Engine, fast: Engine, prompt: Sequence[int], *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of plain passes of both numerics, in turns: what exact costs over the unrestricted fastest form."""
+    plain = Shape(PLAIN)
+    runners = {n: Runner(e, plain, prompt, _plain_text(e, prompt)) for n, e in (("exact", exact), ("fast", fast))}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(rounds + 2):
+        for name in sorted(runners, reverse=turn % 2 == 1):
+            took = runners[name].step()
+            if turn >= 2:
+                seconds[name].append(took)
+    for runner in runners.values():
+        runner.close()
+    return seconds
+
+
+def add_price(made: Report, seconds: dict[str, list[float]]) -> None:
+    """Rows of `measure_price`."""
+    for name, samples in seconds.items():
+        made.rows.append(Row.of("plain decoding, in turns", name, [s * 1e3 for s in samples], "ms"))
+    ratios = [e / f for e, f in zip(seconds["exact"], seconds["fast"], strict=True)]
+    made.rows.append(Row.of("plain decoding, in turns", "exact over fast", ratios, "x"))
+
+
 def add_to(made: Report, case: str, seconds: dict[str, list[float]]) -> None:
     """Rows and goals of one numerics mode: milliseconds, and the ratio to the plain pass of the same round."""
     for name, samples in seconds.items():

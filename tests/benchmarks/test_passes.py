@@ -43,3 +43,16 @@ def test_a_wrong_commit_is_seen(tiny_target: Path, monkeypatch: pytest.MonkeyPat
     runner = passes.Runner(engine, passes.Shape(passes.PLAIN), [1, 2, 3], [0] * 24)
     with pytest.raises(RuntimeError, match="other tokens than plain decoding"):
         _ = [runner.step() for _ in range(20)]
+
+
+def test_price_of_exact(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "TEXT_LEN", 24)
+    exact, fast = (
+        Engine(VerifierConfig(target=tiny_target, numerics=numerics, threads=1, max_sessions=2))  # type: ignore[arg-type]
+        for numerics in ("exact", "fast")
+    )
+    seconds = passes.measure_price(exact, fast, [1, 2, 3], rounds=5)
+    made = Report(title="price", device="test")
+    passes.add_price(made, seconds)
+    assert [row.name for row in made.rows] == ["exact", "fast", "exact over fast"]
+    assert all(row.samples == 5 and row.median > 0 for row in made.rows)
