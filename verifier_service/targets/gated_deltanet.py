@@ -6,6 +6,7 @@ later commit needs (`PassFactors`); prefill advances the state itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,7 +142,7 @@ def _fold(projection: Tensor, norm: Tensor) -> Tensor:
 
     The norm's weight [D] repeats along the inputs, a head at a time.
     """
-    scale = norm.float() * norm.shape[0] ** 0.5
+    scale = norm.float() * math.sqrt(norm.shape[0])
     return projection.float() * scale.repeat(projection.shape[1] // norm.shape[0])
 
 
