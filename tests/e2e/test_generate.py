@@ -51,15 +51,14 @@ def test_another_seed_has_another_text(joined: Joined, plain: Plain) -> None:
     assert result.token_ids != plain[1.0].token_ids
 
 
-def test_what_repeats_itself_is_drafted_well(joined: Joined) -> None:
-    """A bias drives the target into a loop, which a drafter must find out."""
-    bias = {token: 50.0 for token in (40, 41)}
-    options = {"logit_bias": bias, "temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
+def test_what_repeats_itself_is_drafted(joined: Joined) -> None:
+    """A bias drives the target into a loop. Over sockets most passes of so small a target end before a draft comes."""
+    options = {"logit_bias": {40: 50.0, 41: 50.0}, "temperature": 0.0, "max_tokens": 1000, "ignore_eos": True}
     alone = joined.client.generate(PROMPT, drafter="none", **options)
     result = joined.client.generate(PROMPT, drafter="suffix", **options)
     assert result.token_ids == alone.token_ids
     assert result.usage.accepted_tokens > 0
-    assert result.usage.target_passes < alone.usage.target_passes
+    assert result.usage.target_passes == alone.usage.target_passes - result.usage.accepted_tokens
 
 
 def test_the_text_is_that_of_the_tokens(joined: Joined, tiny_target: Path) -> None:
