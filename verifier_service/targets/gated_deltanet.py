@@ -29,7 +29,7 @@ from specla.verifier_service.targets.weights import EMBEDDINGS, HEAD
 Mode = Literal["exact", "fast"]
 Linear = Callable[[Tensor, DenseWeight], Tensor]
 
-L2_EPS = 1e-6  # of the normalisation of q and k, fixed in fla's kernels
+L2_EPS = torch.tensor(1e-6)  # of the normalisation of q and k, fixed in fla's kernels
 SCAN_CHUNK = 32  # tokens of one triangular system of prefill; 64 and 16 are slower at T from 16 to 256 on a CPU
 
 
@@ -57,6 +57,8 @@ class TargetWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: DenseWeight
+    stream_eps: Tensor  # norm_eps * hidden_size, for `unit_rms`
+    head_eps: Tensor  # norm_eps * V
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +109,16 @@ def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mo
     embeddings = tensors[EMBEDDINGS].float()
     head = tensors[EMBEDDINGS if config.tie_word_embeddings else HEAD]
     norm = tensors["model.norm.weight"].float()
-    return TargetWeights(config, mode, embeddings, tuple(layers), norm, _dense(head.float(), mode))
+    return TargetWeights(
+        config=config,
+        mode=mode,
+        embeddings=embeddings,
+        layers=tuple(layers),
+        norm=norm,
+        head=_dense(head.float(), mode),
+        stream_eps=torch.tensor(config.norm_eps * config.hidden_size),
+        head_eps=torch.tensor(config.norm_eps * config.head_v_dim),
+    )
 
 
 def _dense(weight: Tensor, mode: Mode) -> DenseWeight:
@@ -146,9 +157,12 @@ def _fold(projection: Tensor, norm: Tensor) -> Tensor:
     return projection.float() * scale.repeat(projection.shape[1] // norm.shape[0])
 
 
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(sum x^2 + D eps) over the last dimension, D wide: an RMS norm but for sqrt(D) and its weight."""
-    scale: Tensor = (x * x).sum(-1, keepdim=True).add_(eps * x.shape[-1]).rsqrt_()
+def unit_rms(x: Tensor, eps: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + eps) over the last dimension: an RMS norm of epsilon eps / D, but for sqrt(D) and its weight.
+
+    `eps` is a scalar tensor because PyTorch would turn a number into one at every call.
+    """
+    scale = (x * x).sum(-1, keepdim=True).add_(eps).rsqrt_()
     return x * scale
 
 
@@ -180,18 +194,18 @@ def tree_pass(
     states, windows = _sessions(recurrent_state, slots, 1), _sessions(conv_state, slots, 2)
     x = weights.embeddings.index_select(0, tokens)  # [R, hidden]
     for layer, state, window in zip(weights.layers, states, windows, strict=True):
-        raw, ab, gate = _projected(config, layer, x, linear)
+        raw, ab, gate = _projected(weights, layer, x, linear)
         y, inputs = tree_convolution(raw, window, layer.conv, batch)
         qk, v = y.split([2 * config.key_dim, config.value_dim], 1)
-        qk = l2_normalise(qk.view(R, 2, config.num_heads, config.head_dim), L2_EPS)
+        qk = l2_normalise(qk.view(R, 2, config.num_heads, config.head_dim))
         g, beta = gates(ab, layer.gates)
         o, u = verify(qk, v.view(R, config.value_heads, config.head_v_dim), g, beta, state, batch)
         factors.k.append(qk[:, 1])
         factors.u.append(u)
         factors.g.append(g)
         factors.conv_inputs.append(inputs)
-        x = x + linear(_mixer_output(config, o, gate), layer.o_proj)
-        x = x + _mlp(config, layer, x, linear)
+        x = x + linear(_mixer_output(weights, o, gate), layer.o_proj)
+        x = x + _mlp(weights, layer, x, linear)
         hidden.append(x)
     if not want_logits:
         return TreePass(None, hidden, factors)
@@ -220,9 +234,9 @@ def prefill_chunk(
     T, hidden = tokens.shape[0], []
     x = weights.embeddings.index_select(0, tokens)  # [T, hidden]
     for layer, state, window in zip(weights.layers, recurrent_state, conv_state.unbind(1), strict=True):
-        raw, ab, gate = _projected(config, layer, x, exact_linear)
+        raw, ab, gate = _projected(weights, layer, x, exact_linear)
         qk, v = _convolve_chunk(raw, window, layer.conv).split([2 * config.key_dim, config.value_dim], 1)
-        qk = unit_rms(qk.view(1, T, 2, config.num_heads, config.head_dim), L2_EPS / config.head_dim)
+        qk = unit_rms(qk.view(1, T, 2, config.num_heads, config.head_dim), L2_EPS)
         g, beta = gates(ab, layer.gates)
         o, final_state = chunk_gated_delta_rule(
             qk[:, :, 0],
@@ -234,8 +248,8 @@ def prefill_chunk(
             chunk_size=SCAN_CHUNK,
         )
         state.copy_(final_state[0])
-        x = x + exact_linear(_mixer_output(config, o[0], gate), layer.o_proj)
-        x = x + _mlp(config, layer, x, exact_linear)
+        x = x + exact_linear(_mixer_output(weights, o[0], gate), layer.o_proj)
+        x = x + _mlp(weights, layer, x, exact_linear)
         hidden.append(x)
     if want_final_norm:
         hidden.append(rms_norm(x, weights.norm, config.norm_eps))
@@ -271,10 +285,11 @@ def _sessions(store: Tensor, slots: Sequence[int], layer_dim: int) -> Iterable[T
 
 
 def _projected(
-    config: GatedDeltaNetConfig, layer: LayerWeights, x: Tensor, linear: Linear
+    weights: TargetWeights, layer: LayerWeights, x: Tensor, linear: Linear
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Norm and project: raw convolution inputs [R, D], the gates' a and b [R, P], the output gate [R, HV V] if any."""
-    projected = linear(unit_rms(x, config.norm_eps), layer.in_proj)
+    config = weights.config
+    projected = linear(unit_rms(x, weights.stream_eps), layer.in_proj)
     widths = [config.conv_dim, layer.gates.bias.shape[0]]
     if config.use_gate:
         raw, ab, gate = projected.split([*widths, config.value_dim], 1)
@@ -283,19 +298,20 @@ def _projected(
     return raw, ab, None
 
 
-def _mixer_output(config: GatedDeltaNetConfig, o: Tensor, gate: Tensor | None) -> Tensor:
+def _mixer_output(weights: TargetWeights, o: Tensor, gate: Tensor | None) -> Tensor:
     """Norm the heads' outputs and gate them: [R, HV, V] to [R, HV * V]."""
-    o = unit_rms(o, config.norm_eps).flatten(1)
+    o = unit_rms(o, weights.head_eps).flatten(1)
     if gate is None:
         return o
-    if config.output_gate_activation == "sigmoid":
+    if weights.config.output_gate_activation == "sigmoid":
         return o / torch.exp(-gate).add_(1)
     return o.mul_(silu(gate))
 
 
-def _mlp(config: GatedDeltaNetConfig, layer: LayerWeights, x: Tensor, linear: Linear) -> Tensor:
+def _mlp(weights: TargetWeights, layer: LayerWeights, x: Tensor, linear: Linear) -> Tensor:
     """SwiGLU of the normed stream: [R, hidden] to [R, hidden]."""
-    gate, up = linear(unit_rms(x, config.norm_eps), layer.gate_up).split(config.mlp_dim, 1)  # [R, mlp] each
+    both = linear(unit_rms(x, weights.stream_eps), layer.gate_up)  # [R, 2 * mlp]
+    gate, up = both.split(weights.config.mlp_dim, 1)
     return linear(silu(gate).mul_(up), layer.down)
 
 
