@@ -15,11 +15,11 @@ from typing import NamedTuple
 _MEASURE_ROUNDS = 4
 _MEASURE_S = 1.0  # no further round is begun after so long
 _RECENT = 7  # passes whose median says how loaded the machine is now
-_FIRST_SHARE = 0.5  # how far a number of rows goes towards the first pass seen of it
-_LEAST_SHARE = 0.02  # and towards every later one, in the long run
+_LEAST_SHARE = 0.02  # how far a well-known number of rows goes towards a pass; an unknown one goes halfway, a third ...
+_KNOWN = 8  # passes that make a number of rows well known
 _FORGET = 0.002  # how far figures of other numbers of rows go back towards the measurement meanwhile
 _SHORTEST_S = 1e-6  # a clock may stand still between two readings
-_MAX_JUMP = 2.0  # a pass that took longer than so many times the forecast was disturbed
+_MAX_JUMP = 4.0  # a pass that took longer than so many times the forecast was disturbed
 _MAX_SESSIONS = 8  # passes of more sessions share one correction
 _FIRST_BUDGET = 16
 _LEAST_BUDGET = 4
@@ -29,15 +29,19 @@ _MEAN_SHARE = 0.125
 class PassTimes:
     """Forecasts the duration of a pass from its rows, measured at the start and corrected by every pass since.
 
+    What passes of one row take against the measurement is the machine's load, which all forecasts share; what other
+    numbers of rows take beyond that is corrected for each of them. Only well-known ones tell of the load: else a
+    wrong measurement of theirs would pass for load, and what drafts really cost would not be seen.
+
     Args:
         table: rows to seconds, at least one entry; between them the forecast is linear, beyond them it goes on at
-            the last slope.
+            the last slope. Fewer rows never take longer: where they did, the measurement was disturbed.
     """
 
     def __init__(self, table: Mapping[int, float]):
         assert table, "at least one measured pass"
         self._rows = sorted(table)
-        self._seconds = [table[rows] for rows in self._rows]
+        self._seconds = [min(table[more] for more in self._rows[i:]) for i in range(len(self._rows))]
         self._load = 1.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._corrections: dict[tuple[int, int], float] = {}  # natural logarithms
@@ -51,18 +55,20 @@ class PassTimes:
         return self._base[rows] * exp(self._corrections.get(self._key(rows, sessions), 0.0)) * self._load
 
     def observe(self, rows: int, sessions: int, seconds: float) -> float:
-        """Learn from a pass; returns its duration as it counts, a disturbed pass being cut to twice the forecast."""
+        """Learn from a pass; returns its duration as it counts, a disturbed one's being cut."""
         forecast, seconds = self.predict(rows, sessions), max(seconds, _SHORTEST_S)
-        ratio = min(max(seconds / forecast, 1 / _MAX_JUMP), _MAX_JUMP)
         key = self._key(rows, sessions)
         self._seen[key] += 1
-        share = max(_LEAST_SHARE, _FIRST_SHARE / self._seen[key])
+        if rows == 1 or self._seen[key] > _KNOWN:
+            self._recent.append(self._load * seconds / forecast)
+            self._load = median(self._recent)
         for other in self._corrections:  # a figure made by one disturbed pass must not stand for ever
             self._corrections[other] *= 1 - _FORGET
-        self._corrections[key] = self._corrections.get(key, 0.0) + share * log(ratio)
-        self._recent.append(self._load * seconds / forecast)
-        self._load = median(self._recent)
-        return min(seconds, _MAX_JUMP * forecast)
+        if rows > 1:
+            ratio = min(max(seconds / forecast, 1 / _MAX_JUMP), _MAX_JUMP)
+            share = max(_LEAST_SHARE, 1 / (1 + self._seen[key]))
+            self._corrections[key] = self._corrections.get(key, 0.0) + share * log(ratio)
+        return min(seconds, _MAX_JUMP * max(forecast, self.predict(sessions, sessions)))
 
     def _key(self, rows: int, sessions: int) -> tuple[int, int]:
         place = min(bisect_left(self._rows, rows), len(self._rows) - 1)

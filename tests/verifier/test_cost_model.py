@@ -43,7 +43,7 @@ def test_one_disturbed_pass_changes_no_forecast() -> None:
     for _ in range(7):
         times.observe(1, 1, 0.010)
     before = times.predict(5)
-    assert times.observe(1, 1, 1.0) == pytest.approx(0.020)
+    assert times.observe(1, 1, 1.0) == pytest.approx(0.040)
     assert times.predict(5) == pytest.approx(before, rel=0.02)
 
 
@@ -55,6 +55,24 @@ def test_a_wrong_measurement_is_corrected_while_others_stay() -> None:
         times.observe(9, 1, 0.020)
     assert times.predict(5) / times.predict(1) == pytest.approx(1.0, rel=0.1)
     assert times.predict(9) / times.predict(1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_fewer_rows_never_take_longer() -> None:
+    times = PassTimes({1: 0.3, 2: 0.4, 3: 0.1, 5: 0.35, 9: 0.2})
+    forecasts = [times.predict(rows) for rows in range(1, 20)]
+    assert forecasts == sorted(forecasts)
+    assert forecasts[0] == 0.1
+
+
+def test_what_drafts_cost_is_not_taken_for_load() -> None:
+    """Measured as free, they are not: after a few passes their price is known, and that of plain passes unchanged."""
+    times = PassTimes({1: 0.010, 2: 0.010, 3: 0.010})
+    times.observe(1, 1, 0.010)
+    for _ in range(6):
+        times.observe(3, 1, 0.030)
+    assert times.predict(1) == pytest.approx(0.010)
+    assert times.predict(3) == pytest.approx(0.030, rel=0.2)
+    assert choose([chain(0.5, 0.5)], times, 99) != [[0, 1]]
 
 
 def chain(*chances: float, max_depth: int = 99) -> Prospect:

@@ -10,32 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from verifier_harness import Coordinator, HandClock
+from verifier_harness import Coordinator, CountedEngine, HandClock
 
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
-from specla.verifier_service.passes import PassItem, PassResult
 from specla.verifier_service.scheduler import Scheduler
 from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
 TABLE = {1: 0.0130, 2: 0.0138, 3: 0.0146, 5: 0.0165, 9: 0.0245, 17: 0.0430, 33: 0.0800}
-TIMES = PassTimes(TABLE)
-
-
-class CountedEngine(Engine):
-    """An engine whose passes take what the table says."""
-
-    clock: HandClock
-
-    def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
-        results = super().run_pass(items)
-        self.clock.now += TIMES.predict(sum(len(item.topology) for item in items))
-        return results
 
 
 class Drafter:
@@ -93,9 +80,7 @@ class Drafter:
 def verifier(tiny_target: Path) -> Iterator[Scheduler]:
     clock = HandClock()
     config = VerifierConfig(target=tiny_target, threads=1, max_sessions=4)
-    engine = CountedEngine(config)
-    engine.clock = clock
-    with Scheduler(engine, config, clock).start(PassTimes(TABLE)) as verifier:
+    with Scheduler(CountedEngine(config, clock, TABLE), config, clock).start(PassTimes(TABLE)) as verifier:
         yield verifier
 
 
