@@ -1,7 +1,7 @@
 """What all tests share: repeatable property tests, few threads, and a tiny random target."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported anywhere: these tests multiply small matrices, for which threads only cost.
@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from tiny_target import make_tiny_target
 
@@ -21,6 +22,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_structlog_has_them() -> Iterator[None]:
+    """A test that configures the process's logs does not do so for the next."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
