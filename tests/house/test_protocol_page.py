@@ -7,6 +7,7 @@ import pytest
 from product_tree import ROOT
 
 from specla.kernels.philox import gumbel_noise_at, noise_words
+from specla.kernels.sampling import RowSampling, SamplingParams, SessionSampling, sample
 from specla.rpc import errors
 from specla.v1 import verifier_pb2
 
@@ -26,6 +27,20 @@ def test_vector(seed: str, position: str, token: str, word: str, noise: str, bit
     assert got.dtype == np.float32
     assert int(got.view(np.uint32)[0]) == int(bits, 16)
     assert float(np.float32(noise)) == float(got[0])
+
+
+_DRAWN = re.compile(r"^\| ([\d.]+) \| (\d+) \| ((?:\d+ )+\d+) \|$", re.M)
+
+
+@pytest.mark.parametrize(("temperature", "seed", "tokens"), _DRAWN.findall(PAGE))
+def test_tokens_drawn(temperature: str, seed: str, tokens: str) -> None:
+    (listed,) = re.findall(r"from the eight logits\s+`([^`]+)`", PAGE)
+    logits = np.array([float(number) for number in listed.split(",")], dtype=np.float32)
+    params = SamplingParams(temperature=float(temperature), seed=int(seed))
+    wanted = [int(token) for token in tokens.split()]
+    session = SessionSampling(params, len(logits))
+    rows = RowSampling([session], [0] * len(wanted), list(range(len(wanted))))
+    assert sample(np.tile(logits, (len(wanted), 1)), rows).tokens.tolist() == wanted
 
 
 def test_every_error_is_in_the_table() -> None:
