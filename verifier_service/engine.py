@@ -16,17 +16,17 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from specla.kernels.sampling import Sampled, SessionSampling, sample
-from specla.kernels.sampling_params import SamplingError, SamplingParams
+from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch, pack
-from specla.rpc.errors import InternalError, InvalidRequestError, PromptTooLongError
+from specla.rpc.errors import InternalError
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.features import FINAL_NORM, FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.memory import MemoryAccount
 from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
 from specla.verifier_service.self_check import prove_exact
-from specla.verifier_service.session import Session
+from specla.verifier_service.session import Session, check_opening, sampling_state
 from specla.verifier_service.state import PendingPath, StateStore
 from specla.verifier_service.target import Target
 from specla.verifier_service.targets.gated_deltanet import PassFactors, TreePass, prefill_chunk, tree_pass
@@ -95,20 +95,9 @@ class Engine:
             PromptTooLongError: prompt and resumed tokens exceed max_prompt_tokens.
             CapacityError: no slot is free.
         """
-        self._check_tokens(prompt_ids, resumed_ids)
         model = self.target.weights.config
-        stopping.validate(model.vocab_size)
-        for i, token in enumerate(resumed_ids):
-            if stopping.finish_of(token, i + 1) is not None:
-                raise InvalidRequestError(
-                    "resumed_ids", f"the text ends with resumed token {i}", hint="Resume only unfinished texts"
-                )
-        try:
-            state = SessionSampling(sampling, model.vocab_size, prompt_ids, resumed_ids)
-        except SamplingError as error:
-            raise InvalidRequestError(
-                f"sampling.{error.field}", f"{error.field} is {error.what}", hint=f"Give {error.allowed}"
-            ) from None
+        check_opening(prompt_ids, resumed_ids, stopping, model.vocab_size, self.config.max_prompt_tokens)
+        state = sampling_state(sampling, model.vocab_size, prompt_ids, resumed_ids)
         ring = None
         if keep is not None:
             keep.validate(model.num_hidden_layers)
@@ -215,22 +204,6 @@ class Engine:
         self._store.clear(self._store.scratch_slot)
         sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.weights.config.vocab_size)
         return Session(b"", self._store.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
-
-    def _check_tokens(self, prompt_ids: Sequence[int], resumed_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
-        total, limit = len(prompt_ids) + len(resumed_ids), self.config.max_prompt_tokens
-        if total > limit:
-            raise PromptTooLongError(
-                "prompt_ids",
-                f"prompt and resumed tokens are {total}",
-                hint=f"At most {limit} are allowed",
-                metadata={"max_prompt_tokens": str(limit)},
-            )
-        vocab = self.target.weights.config.vocab_size
-        for name, ids in (("prompt_ids", prompt_ids), ("resumed_ids", resumed_ids)):
-            if ids and (min(ids) < 0 or max(ids) >= vocab):
-                raise InvalidRequestError(name, "an id is no token of this model", hint=f"Give ids below {vocab}")
 
     def _check_items(self, items: Sequence[PassItem]) -> list[int]:
         """The items' slots; anything wrong here is a fault of the caller."""

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from specla.kernels.sampling import SessionSampling
-from specla.kernels.sampling_params import SamplingParams
+from specla.kernels.sampling_params import SamplingError, SamplingParams
+from specla.rpc.errors import InvalidRequestError, PromptTooLongError
 from specla.verifier_service.acceptance import Finish, Stopping
 from specla.verifier_service.features import FeatureRing
 from specla.verifier_service.state import PendingPath
@@ -69,3 +70,54 @@ class Session:
     def ready(self) -> bool:
         """Whether it may take part in a pass: prefilled, not at its end, not released."""
         return self.slot is not None and self.finish is None and self.run_len == len(self.tokens) - 1
+
+
+def check_opening(
+    prompt_ids: Sequence[int],
+    resumed_ids: Sequence[int],
+    stopping: Stopping,
+    vocab_size: int,
+    max_prompt_tokens: int,
+) -> None:
+    """Refuse a generation that cannot begin.
+
+    Raises:
+        InvalidRequestError: an empty prompt, ids outside the vocabulary, stopping that makes no sense, or resumed
+            tokens that already end the text.
+        PromptTooLongError: prompt and resumed tokens exceed max_prompt_tokens.
+    """
+    if not prompt_ids:
+        raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
+    total = len(prompt_ids) + len(resumed_ids)
+    if total > max_prompt_tokens:
+        raise PromptTooLongError(
+            "prompt_ids",
+            f"prompt and resumed tokens are {total}",
+            hint=f"At most {max_prompt_tokens} are allowed",
+            metadata={"max_prompt_tokens": str(max_prompt_tokens)},
+        )
+    for name, ids in (("prompt_ids", prompt_ids), ("resumed_ids", resumed_ids)):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            raise InvalidRequestError(name, "an id is no token of this model", hint=f"Give ids below {vocab_size}")
+    stopping.validate(vocab_size)
+    for i, token in enumerate(resumed_ids):
+        if stopping.finish_of(token, i + 1) is not None:
+            raise InvalidRequestError(
+                "resumed_ids", f"the text ends with resumed token {i}", hint="Resume only unfinished texts"
+            )
+
+
+def sampling_state(
+    params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int], resumed_ids: Sequence[int]
+) -> SessionSampling:
+    """The sampler's state at the beginning of a generation.
+
+    Raises:
+        InvalidRequestError: a parameter that makes no sense.
+    """
+    try:
+        return SessionSampling(params, vocab_size, prompt_ids, resumed_ids)
+    except SamplingError as error:
+        raise InvalidRequestError(
+            f"sampling.{error.field}", f"{error.field} is {error.what}", hint=f"Give {error.allowed}"
+        ) from None
