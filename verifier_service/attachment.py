@@ -20,6 +20,7 @@ class Attachment:
         seq: of its Attach item.
         most_nodes: candidates that fit into one session's pass.
         max_wait_s: longest wait for one draft.
+        unconditional: ask and wait for drafts whatever they gain.
         link_calibrator: of all sessions of the drafter's link.
 
     Attributes:
@@ -44,6 +45,7 @@ class Attachment:
         *,
         most_nodes: int,
         max_wait_s: float,
+        unconditional: bool,
         link_calibrator: Calibrator,
     ):
         self.end = end
@@ -59,8 +61,8 @@ class Attachment:
         self.tops: list[RowLogprobs] = []
         self.overhead_s = 0.0
         self.drafts = DraftBox()
-        self.wait = DraftWait(max_wait_s)
-        self.guard = SpeedGuard()
+        self.wait = DraftWait(max_wait_s, unconditional=unconditional)
+        self.guard = SpeedGuard(unconditional=unconditional)
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
 

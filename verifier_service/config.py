@@ -37,6 +37,8 @@ class VerifierConfig(ServingConfig):
 
     Scheduler:
         max_batch_rows: rows of all sessions in one pass; candidates beyond it are left out.
+        drafting: "measured", only candidates that pay are verified and only drafters that pay are asked, or
+            "unconditional", all that fit, whatever they cost: to prove that drafts never change a text.
         max_draft_wait_s: longest a session may wait for a drafter's next draft, seconds.
         idle_timeout_s: a session that stands still for so long at its credit is ended, seconds.
         advertised_address: where drafters reach this verifier, `host:port`; empty: where it listens.
@@ -53,6 +55,7 @@ class VerifierConfig(ServingConfig):
     max_new_tokens: int = 4096
     prefill_chunk: int = 128
     max_batch_rows: int = 256
+    drafting: Literal["measured", "unconditional"] = "measured"
     max_draft_wait_s: float = 0.05
     idle_timeout_s: float = 600.0
     advertised_address: str = ""
@@ -67,6 +70,7 @@ class VerifierConfig(ServingConfig):
         object.__setattr__(self, "target", Path(self.target))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("numerics", self.numerics, ("exact", "fast"))
+        _one_of("drafting", self.drafting, ("measured", "unconditional"))
         _within("threads", self.threads, 1, 1024)
         _within("max_sessions", self.max_sessions, 1, 65536)
         _within("memory_mib", self.memory_mib, 0, 1 << 30)

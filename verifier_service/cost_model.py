@@ -142,6 +142,20 @@ def choose(prospects: Sequence[Prospect], times: PassTimes, max_rows: int) -> li
     return kept
 
 
+def keep_all(prospects: Sequence[Prospect], max_rows: int) -> list[list[int]]:
+    """All candidates that can be committed and fit into the pass, whatever they cost; as `choose`, but unmeasured."""
+    room = max(0, max_rows - len(prospects))
+    kept: list[list[int]] = []
+    for parents, _, max_depth in prospects:
+        depth: list[int] = []
+        for parent in parents:
+            depth.append(1 if parent < 0 else depth[parent] + 1)
+        nodes = [node for node, level in enumerate(depth) if level <= max_depth][:room]
+        room -= len(nodes)
+        kept.append(nodes)
+    return kept
+
+
 class NodeBudget:
     """How many candidates a drafter should send: room for twice what proved worth verifying.
 

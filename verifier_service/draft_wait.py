@@ -20,6 +20,7 @@ class DraftWait:
 
     Args:
         max_wait_s: longest single wait.
+        unconditional: wait so long whatever it gains.
 
     Attributes:
         tokens_per_pass: running mean of the tokens that a drafted pass commits, the bonus token included.
@@ -28,12 +29,13 @@ class DraftWait:
         granted_s: how long the last wait was allowed to be.
     """
 
-    def __init__(self, max_wait_s: float):
+    def __init__(self, max_wait_s: float, *, unconditional: bool = False):
         self.tokens_per_pass = FIRST_TOKENS_PER_PASS
         self.decode_s = 0.0
         self.wasted_s = 0.0
         self.granted_s = 0.0
         self._max_wait_s = max_wait_s
+        self._unconditional = unconditional
         self._since: float | None = None
         self._until = 0.0
 
@@ -49,6 +51,8 @@ class DraftWait:
 
     def limit(self, plain_s: float, drafted_s: float) -> float:
         """The longest wait that can pay off: what the draft's pass would save, capped."""
+        if self._unconditional:
+            return self._max_wait_s
         if self.exhausted:
             return 0.0
         gain = self.tokens_per_pass * plain_s - drafted_s

@@ -28,13 +28,15 @@ class DraftDesk:
         roster: the sessions.
         limits: what is accepted.
         max_wait_s: longest wait for one draft.
+        unconditional: ask and wait for drafts whatever they gain.
     """
 
-    def __init__(self, engine: Engine, roster: Roster, limits: Limits, max_wait_s: float):
+    def __init__(self, engine: Engine, roster: Roster, limits: Limits, max_wait_s: float, *, unconditional: bool):
         self._engine = engine
         self._roster = roster
         self._limits = limits
         self._max_wait_s = max_wait_s
+        self._unconditional = unconditional
         self._hidden_size = engine.target.weights.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
 
@@ -100,6 +102,7 @@ class DraftDesk:
             seq,
             most_nodes=self._limits.max_rows - 1,
             max_wait_s=self._max_wait_s,
+            unconditional=self._unconditional,
             link_calibrator=self._calibrators.setdefault(end, Calibrator()),
         )
         live.attachment = attachment

@@ -15,7 +15,7 @@ from specla.rpc.interceptors import internal_error
 from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import SessionEvent
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.cost_model import PassTimes, Prospect, choose
+from specla.verifier_service.cost_model import PassTimes, Prospect, choose, keep_all
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Draft
@@ -80,6 +80,7 @@ class PassRunner:
         self._roster = roster
         self._drafts = drafts
         self._max_batch_rows = config.max_batch_rows
+        self._unconditional = config.drafting == "unconditional"
         self._clock = clock
 
     def run(self) -> float | None:
@@ -119,7 +120,10 @@ class PassRunner:
     def _plan(self, chosen: Sequence[LiveSession]) -> list[Part]:
         drafts = [live.attachment.drafts.take() if live.attachment is not None else None for live in chosen]
         prospects = [_prospect(live, draft) for live, draft in zip(chosen, drafts, strict=True)]
-        kept = choose(prospects, self.times, self._max_batch_rows)
+        if self._unconditional:
+            kept = keep_all(prospects, self._max_batch_rows)
+        else:
+            kept = choose(prospects, self.times, self._max_batch_rows)
         return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
 
     def _run(self, parts: Sequence[Part]) -> None:

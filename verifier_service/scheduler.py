@@ -70,7 +70,13 @@ class Scheduler:
         limits = limits_of(engine)
         self._target = describe(engine, limits, self.verifier_id)
         self._roster = Roster(engine, clock, config.idle_timeout_s)
-        self._drafts = DraftDesk(engine, self._roster, limits, config.max_draft_wait_s)
+        self._drafts = DraftDesk(
+            engine,
+            self._roster,
+            limits,
+            config.max_draft_wait_s,
+            unconditional=config.drafting == "unconditional",
+        )
         self._commands = CommandDesk(
             engine, self._roster, self._drafts, limits, clock, self.verifier_id, lambda: self.advertised_address
         )
