@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from specla.training.data.documents import Document
 
 PROMPTS = {"prose": 60, "code": 60, "maths": 40, "repetitive-code": 40}
+CUTS = 2  # prompts tried a document
+WORD_LISTS = ("dict-", "wordnet")  # entries in a row are prose by domain, but nothing that a person would prompt with
 SHORTEST, LONGEST = 30, 300  # tokens of a prompt
 
 
@@ -60,8 +62,12 @@ def prompts(
     r.shuffle(held_out)
     for kind, number in wanted.items():
         domain = "code" if kind == "repetitive-code" else kind
-        cut = [c for d in held_out if d.domain == domain for c in _cut(d, tokenizer, r)]
+        fit = [d for d in held_out if d.domain == domain and not d.source.startswith(WORD_LISTS)]
+        cut = [c for _ in range(CUTS) for d in fit for c in _cut(d, tokenizer, r)]
+        if domain == "maths":
+            cut = list({text: (text, ids) for text, ids in cut}.values())
         if kind == "repetitive-code":
+            cut = [c for c in cut if c[0].count("import ") * 3 < c[0].count("\n")]
             cut.sort(key=lambda c: -_repetition(c[1]))
         elif kind == "code":  # the most repetitive ones are the other kind's
             cut.sort(key=lambda c: -_repetition(c[1]))

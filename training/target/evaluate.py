@@ -20,10 +20,10 @@ from specla.training.data.documents import Document, read_documents
 from specla.training.data.held_out import FunctionProbe, functions
 from specla.training.data.shards import read_shard
 from specla.training.data.sources import DOMAINS
+from specla.training.target.decode import END_OF_TEXT_ID, generate
 from specla.training.target.model import TargetModel, boundaries
 from specla.training.target.ngram import ORDER, NGram
 
-END_OF_TEXT_ID = 0
 FUNCTIONS, SUMS = 200, 100
 SAMPLE_PROMPTS = (
     "It was a cold morning in November, and",
@@ -66,40 +66,6 @@ def model_nats(model: TargetModel, tokens: Tokens, *, length: int = 1024, batch:
 def bits_per_byte(nats: NDArray[np.float64], tokens: Tokens, sizes: NDArray[np.int64]) -> float:
     """Bits a byte over the last `len(nats)` tokens."""
     return float(nats.sum() / math.log(2) / sizes[tokens[-len(nats) :].astype(np.int64)].sum())
-
-
-@torch.no_grad()
-def generate(
-    model: TargetModel, prompts: Sequence[list[int]], *, new: int, temperature: float = 0.0, seed: int = 0
-) -> list[list[int]]:
-    """Continue token prompts by up to `new` tokens, stopping at end of text; the whole row is run for every token.
-
-    Slow and simple, for evaluation alone: serving is the verifier's business.
-    """
-    device = next(model.parameters()).device
-    rng = torch.Generator(device).manual_seed(seed)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    ids = torch.zeros(len(prompts), int(lengths.max()) + new, dtype=torch.long, device=device)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt, device=device)
-    rows = torch.arange(len(prompts), device=device)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    for i in range(new):
-        features = model.model(ids[:, : int(lengths.max()) + i], None)
-        logits = model.lm_head(features[rows, lengths + i - 1]).float()
-        if temperature > 0:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng).squeeze(1)
-        else:
-            chosen = logits.argmax(-1)
-        ended |= chosen == END_OF_TEXT_ID
-        ids[rows, lengths + i] = chosen.masked_fill(ended, END_OF_TEXT_ID)
-        if bool(ended.all()):
-            break
-    return [_until_end(row[length : length + new].tolist()) for row, length in zip(ids, lengths.tolist(), strict=True)]
-
-
-def _until_end(ids: list[int]) -> list[int]:
-    return ids[: ids.index(END_OF_TEXT_ID)] if END_OF_TEXT_ID in ids else ids
 
 
 def body_parses(prompt: str, continuation: str) -> bool:

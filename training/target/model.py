@@ -98,12 +98,13 @@ class GatedDeltaNet(nn.Module):
         if where is not None:
             g = g.masked_fill(where.starts.unsqueeze(-1), float("-inf"))
         beta = self.b_proj(x).float().sigmoid() * (2.0 if shape.allow_neg_eigval else 1.0)
-        o = chunk_gated_delta_rule(_l2_normalised(q), _l2_normalised(k), v, g, beta).o  # [B, T, HV, V]
+        o = chunk_gated_delta_rule(l2_normalised(q), l2_normalised(k), v, g, beta).o  # [B, T, HV, V]
         gate = self.g_proj(x).unflatten(-1, o.shape[2:])
         return self.o_proj((self.o_norm(o) * F.silu(gate)).flatten(2))  # type: ignore[no-any-return]
 
 
-def _l2_normalised(x: Tensor) -> Tensor:
+def l2_normalised(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) over the last dimension, float32, as fla normalises queries and keys."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 

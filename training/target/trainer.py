@@ -12,9 +12,9 @@ from specla.training.target.batches import Batches, validation_rows
 from specla.training.target.checkpoint import export, load_checkpoint, save_checkpoint
 from specla.training.target.config import TrainConfig
 from specla.training.target.curve import draw_curve
+from specla.training.target.decode import END_OF_TEXT_ID
 from specla.training.target.model import TargetModel, boundaries
 
-END_OF_TEXT_ID = 0
 UNDECAYED = ("A_log", "dt_bias")
 
 
