@@ -117,3 +117,13 @@ def write_held_out_prompts(
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     typer.echo(write_prompts(read_documents(folder / "held_out.jsonl"), tokenizer, out, seed=1))
+
+
+@train.command("card")
+def write_model_card(
+    folder: Annotated[Path, typer.Argument(help="Folder with manifest.json, training.json, eval.json, config.json.")],
+) -> None:
+    """Write the model card from the records of data, training and evaluation."""
+    from specla.training.target.card import write_card
+
+    typer.echo(write_card(folder))

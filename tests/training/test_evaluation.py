@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specla.training.target.config import TargetShape
+from specla.training.target.decode import advance, generate
 from specla.training.target.evaluate import (
     bits_per_byte,
     body_parses,
-    generate,
     merge_results,
     model_nats,
     token_bytes,
@@ -98,6 +98,20 @@ def test_model_nats_cover_the_stream_and_match_one_window(model: TargetModel) ->
         logits[0], torch.from_numpy(tokens[33:65].astype(np.int64)), reduction="none"
     )
     np.testing.assert_allclose(nats[32:64], want.numpy(), rtol=2e-4, atol=1e-5)
+
+
+def test_decoding_token_by_token_agrees_with_whole_rows(model: TargetModel) -> None:
+    ids = torch.randint(1, 40, (3, 75), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        want = model.model(ids, None)
+        features, states = advance(model, ids[:, :70], None)
+        rows = [features]
+        for t in range(70, 75):
+            features, states = advance(model, ids[:, t : t + 1], states)
+            rows.append(features)
+        again, _ = advance(model, ids[:, 2:], advance(model, ids[:, :2], None)[1])
+    torch.testing.assert_close(torch.cat(rows, 1), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again, want[:, 2:], rtol=1e-4, atol=1e-4)
 
 
 def test_generation_does_not_depend_on_its_neighbours_and_stops_at_the_end(model: TargetModel) -> None:

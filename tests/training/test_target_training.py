@@ -49,12 +49,14 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-Make = Callable[[str], Trainer]
+Make = Callable[..., Trainer]
 
 
 @pytest.fixture
 def make(data: Path) -> Make:
-    return lambda name: Trainer(CONFIG, data, data / name, torch.device("cpu"))
+    return lambda name, steps=24: Trainer(
+        dataclasses.replace(CONFIG, tokens=steps * 2 * 32), data, data / name, torch.device("cpu")
+    )
 
 
 def test_a_run_learns_and_leaves_a_loadable_model_and_a_curve(make: Make, data: Path) -> None:
@@ -65,6 +67,9 @@ def test_a_run_learns_and_leaves_a_loadable_model_and_a_curve(make: Make, data: 
     assert len(losses) == 1
     assert validation[-1] < validation[0] < np.log(VOCAB)
     assert (data / "run" / "loss.svg").read_text().count("<path") > 5
+    record = json.loads((data / "run" / "training.json").read_text())
+    assert (record["tokens_seen"], record["device"]) == (24 * 2 * 32, "CPU")
+    assert record["distinct_tokens"] == {"code": 700, "prose": 700}
     loaded = load_model(data / "run" / "model")
     for name, tensor in trainer.model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0)
@@ -73,13 +78,13 @@ def test_a_run_learns_and_leaves_a_loadable_model_and_a_curve(make: Make, data: 
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(make: Make) -> None:
-    whole = make("whole")
+    whole = make("whole", steps=4)
     whole.run()
-    for _ in range(24):
-        piece = make("pieces")
+    for _ in range(4):
+        piece = make("pieces", steps=4)
         if piece.run(seconds=0.0):
             break
-    assert piece.step == whole.step == 24
+    assert piece.step == whole.step == 4
     for name, tensor in whole.model.state_dict().items():
         torch.testing.assert_close(piece.model.state_dict()[name], tensor, rtol=0, atol=0)
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specla.training.data.packages import fetch
 from specla.training.data.sources import Source
@@ -46,7 +47,7 @@ class Contamination:
         places = np.searchsorted(self._known, hashes).clip(max=len(self._known) - 1)
         return bool((self._known[places] == hashes).any())
 
-    def _hashes(self, text: list[str]) -> np.ndarray:
+    def _hashes(self, text: list[str]) -> NDArray[np.uint64]:
         """`[windows]` uint64: a polynomial of the word numbers; windows with a word foreign to evaluation fall away."""
         if len(text) < GRAM:
             return np.empty(0, np.uint64)
@@ -56,7 +57,8 @@ class Contamination:
         windows = windows[(windows != 0).all(1)]
         with np.errstate(over="ignore"):
             powers = np.cumprod(np.full(GRAM, _FACTOR, np.uint64), dtype=np.uint64)
-            return (windows * powers).sum(1, dtype=np.uint64)
+            hashes: NDArray[np.uint64] = (windows * powers).sum(1, dtype=np.uint64)
+        return hashes
 
 
 def evaluation_texts(folder: Path) -> Iterator[str]:

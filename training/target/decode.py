@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (the field's name for it)
 
 from specla.kernels.chunked import chunk_gated_delta_rule
-from specla.training.target.model import GatedDeltaNet, ShortConvolution, TargetModel, l2_normalised
+from specla.training.target.model import Block, GatedDeltaNet, ShortConvolution, TargetModel, l2_normalised
 
 END_OF_TEXT_ID = 0
 
@@ -26,9 +26,10 @@ class LayerState(NamedTuple):
 
 def advance(model: TargetModel, ids: Tensor, states: list[LayerState] | None) -> tuple[Tensor, list[LayerState]]:
     """Run `[B, T]` ids from the states (None: from nothing); returns `[B, T, hidden]` features and the new states."""
-    x = model.model.embeddings(ids)
+    x: Tensor = model.model.embeddings(ids)
     after = []
     for i, block in enumerate(model.model.layers):
+        assert isinstance(block, Block)
         mixed, state = _mix(block.attn, block.attn_norm(x), states[i] if states else None)
         x = x + mixed
         x = x + block.mlp(block.mlp_norm(x))
@@ -63,7 +64,8 @@ def _empty(y: Tensor, conv_size: int) -> Tensor:
 
 def _convolve(convolution: ShortConvolution, rows: Tensor) -> Tensor:
     size = convolution.weight.shape[-1]
-    return convolution(rows, None)[:, size - 1 :]
+    convolved: Tensor = convolution(rows, None)
+    return convolved[:, size - 1 :]
 
 
 def _one_token(

@@ -65,7 +65,8 @@ class NGram:
             seen = np.maximum(total, 1)
             mixed = np.maximum(count - DISCOUNT, 0) / seen + DISCOUNT * kinds / seen * probability
             probability = np.where(total > 0, mixed, probability)
-        return -np.log(probability)
+        nats: NDArray[np.float64] = -np.log(probability)
+        return nats
 
 
 def _look_up(keys: Hashes, values: NDArray[np.int64], wanted: Hashes) -> NDArray[np.int64]:

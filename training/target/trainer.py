@@ -1,6 +1,8 @@
 """`specla train target`: the training loop, resumable at any step."""
 
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -47,6 +49,7 @@ class Trainer:
 
         A checkpoint is written every `save_every_seconds` and on leaving, the model and its loss curve on leaving.
         """
+        before = max((entry.get("seconds", 0.0) for entry in self.history), default=0.0)
         started = saved = time.monotonic()
         losses: list[Tensor] = []
         tokens = self.config.batch * self.config.length
@@ -61,7 +64,7 @@ class Trainer:
                     loss = torch.stack(losses).mean().item()
                     losses.clear()
                     self.history.append(
-                        {"tokens": self.step * tokens, "loss": loss, "seconds": time.monotonic() - started}
+                        {"tokens": self.step * tokens, "loss": loss, "seconds": before + time.monotonic() - started}
                     )
                     progress.update(bar, completed=self.step, note=f"loss {loss:.3f}")
                 now = time.monotonic()
@@ -115,7 +118,17 @@ class Trainer:
         save_checkpoint(self.out, self.model, self.optimizer, self.history, self.step, self.config)
 
     def export(self) -> None:
-        """Write the model as it stands in Hugging Face format, and the loss curve."""
+        """Write the model as it stands in Hugging Face format, the loss curve, and a record of the run."""
+        cuda = self.device.type == "cuda"
+        record = {
+            "config": asdict(self.config),
+            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            "torch": torch.__version__,
+            "tokens_seen": self.step * self.config.batch * self.config.length,
+            "distinct_tokens": self.batches.distinct,
+            "history": self.history,
+        }
+        (self.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
         export(self.model, self.data / "tokenizer", self.out / "model")
         draw_curve(self.history, self.out / "loss.svg")
 
