@@ -1,7 +1,7 @@
 """`specla data build`: from package names to token streams and a manifest that says where every token comes from."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,14 +29,19 @@ class BuildConfig:
     seed: int = 20_26
 
 
-def build(sources: list[Source], out: Path, config: BuildConfig, say: Say) -> Path:
+def build(
+    sources: list[Source], out: Path, config: BuildConfig, say: Say, evaluation: Iterable[str] | None = None
+) -> Path:
     """Fetch, clean, deduplicate, decontaminate, split, tokenise; returns the manifest's path.
+
+    Args:
+        evaluation: texts that training must not hold; those of `evaluation_texts` unless given.
 
     `out` then holds raw/ (packages), documents.jsonl, held_out.jsonl (validation and test), tokenizer/,
     tokens/ and manifest.json.
     """
     raw = out / "raw"
-    corpus = Corpus(Contamination(evaluation_texts(raw)))
+    corpus = Corpus(Contamination(evaluation_texts(raw) if evaluation is None else evaluation))
     say(f"evaluation texts that training must not hold: {len(corpus.contamination)}")
     for source in sources:  # what cannot be had or used is found out before the long work
         archive = fetch(source, raw)

@@ -30,7 +30,6 @@ def fetch(source: Source, folder: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     found = find(source, folder)
     if found is None:
-        # torch is taken from the CPU wheel where one lies at hand; sources are the same in all its builds.
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", ".", source.package]
         client = {
             "pypi": pip,
