@@ -53,9 +53,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             body = "\n".join(f"    {name}_{w} = value - len('{name} and {w}')" for w in ("one", "two", "six", "ten"))
             text = f'def {name}(value):\n    """Take {name} from a value and give back what is left."""\n{body}\n'
             text += f"    return {name}_one + {name}_two + {name}_six + {name}_ten\n"
-            wheel.writestr(
-                f"thing/{name}.py", text + (f"\nNOTE = '{SECRET}'\n" if i == 5 else "") + f"\n\n# {name}" * 30
-            )
+            text += f'\nNOTE = "{SECRET}"\n' if i == 5 else ""
+            wheel.writestr(f"thing/{name}.py", text + f"\n\n# {name}" * 30)
     with tarfile.open(out / "raw" / "npm" / "tales-1.5.tgz", "w:gz") as tar:
         for i in range(60):
             content = (story(i) + (f"\n\n{SECRET}" if i == 7 else "")).encode()

@@ -131,7 +131,7 @@ def test_gradients_are_finite_across_document_starts(make: Make) -> None:
     trainer = make("run")
     inputs, targets = trainer.batches(0)
     inputs[:, 5] = 0
-    trainer.loss(inputs, targets).backward()  # type: ignore[no-untyped-call]
+    trainer.loss(inputs, targets).backward()
     for name, parameter in trainer.model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
