@@ -30,19 +30,24 @@ def identity(
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 16,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Candidates of one draft.")] = 4,
     numerics: NumericsOption = "exact",
     journal: Annotated[Path, typer.Option(help="Texts so far; an existing one is gone on with.")] = Path(
         "runs/identity.jsonl"
     ),
     json: JsonOption = None,
 ) -> None:
-    """The same tokens for a seed, whatever drafts, however joined; exits 1 if a text differs."""
+    """The same tokens for a seed, whatever drafts, however joined; exits 1 if a text differs.
+
+    Every draft is verified, whatever it costs, so that worthless ones count too.
+    """
     from specla.benchmarks import identity as work
     from specla.benchmarks.prompts import load
     from specla.benchmarks.services import services
     from specla.client.default_target import default_target
     from specla.client.local import Local
+    from specla.drafter_service.config import DrafterConfig
     from specla.verifier_service.config import VerifierConfig
 
     folder = target or default_target()
@@ -62,11 +67,27 @@ def identity(
         def generator_of(join: str) -> work.Generator:
             if join not in generators:
                 if join == "one process":
-                    config = VerifierConfig(target=folder, numerics=numerics, max_sessions=batch)
-                    generators[join] = stack.enter_context(Local(verifier=config, drafters=drafting))
+                    config = VerifierConfig(
+                        target=folder, numerics=numerics, max_sessions=batch, drafting="unconditional"
+                    )
+                    generators[join] = stack.enter_context(
+                        Local(
+                            verifier=config,
+                            drafters=[DrafterConfig(name=name, max_nodes=max_nodes) for name in drafting],
+                        )
+                    )
                 else:
                     generators[join] = stack.enter_context(
-                        services(folder, drafting, numerics=numerics, max_sessions=batch)
+                        services(
+                            folder,
+                            drafting,
+                            verifier_options=[
+                                f"--numerics={numerics}",
+                                f"--max-sessions={batch}",
+                                "--drafting=unconditional",
+                            ],
+                            drafter_options=[f"--max-nodes={max_nodes}"],
+                        )
                     )
             return generators[join]
 

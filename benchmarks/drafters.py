@@ -8,7 +8,7 @@ from specla.benchmarks.prompts import Prompt
 from specla.benchmarks.report import Goal, Report, Row
 from specla.client.results import GenerateResult
 
-REPEATING = "code_repetitive"
+REPEATING = "repetitive-code"
 PROSE = "prose"
 
 

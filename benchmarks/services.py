@@ -14,20 +14,27 @@ STOP_S = 20.0
 
 @contextmanager
 def services(
-    target: Path, drafters: Sequence[str], *, numerics: str, max_sessions: int, threads: int | None = None
+    target: Path,
+    drafters: Sequence[str],
+    *,
+    verifier_options: Sequence[str] = (),
+    drafter_options: Sequence[str] = (),
 ) -> Iterator[Client]:
     """A verifier, one drafter service a name and a coordinator, on free ports of the loopback; yields a client.
+
+    Args:
+        target: the checkpoint.
+        drafters: names; "none" needs no service.
+        verifier_options: further flags of `specla serve verifier`.
+        drafter_options: further flags of each `specla serve drafter`.
 
     Raises:
         RuntimeError: a service ended before it was ready.
     """
     with ExitStack() as stack:
-        options = ["--target", str(target), "--numerics", numerics, "--max-sessions", str(max_sessions)]
-        if threads is not None:
-            options += ["--threads", str(threads)]
-        verifier = stack.enter_context(_serve("verifier", options))
+        verifier = stack.enter_context(_serve("verifier", ["--target", str(target), *verifier_options]))
         addresses = [
-            stack.enter_context(_serve("drafter", ["--name", name, "--allow-verifiers", verifier]))
+            stack.enter_context(_serve("drafter", ["--name", name, "--allow-verifiers", verifier, *drafter_options]))
             for name in drafters
             if name != "none"
         ]

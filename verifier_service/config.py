@@ -1,8 +1,7 @@
 """Everything a verifier can be told, in one frozen record; flags and file keys are its fields."""
 
-import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +12,6 @@ MAX_ROWS = 129  # the root and 128 candidates, DESIGN's limit of one session's p
 SHIPPED_TARGET = Path(__file__).resolve().parent.parent / "models"
 
 
-def default_threads() -> int:
-    """Processor cores this process may use, at most 8: one token's products gain nothing from more."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifierConfig(ServingConfig):
     """A verifier's settings; where it listens is inherited.
@@ -26,11 +20,12 @@ class VerifierConfig(ServingConfig):
         target: folder of the checkpoint (config.json, *.safetensors, tokenizer.json).
         device: "cpu", "cuda", or "auto" for the best one that this build supports.
         numerics: "exact", a token's bits do not depend on what else is in the pass, or "fast".
-        threads: threads of one operation; set for the whole process.
+        threads: threads of one operation, set for the whole process; 0 for PyTorch's own choice (OMP_NUM_THREADS,
+            else the cores), at most 8. On cores that other work keeps busy, 1 is by far the fastest.
         max_sessions: slots, each with its state; fewer if `memory_mib` is less than they take.
         memory_mib: limit on the sessions' memory in MiB; 0 is none.
         max_rows: rows of one session in one pass, root included.
-        max_prompt_tokens: prompt and resumed tokens of one session.
+        max_prompt_tokens: tokens of one prompt.
         max_new_tokens: tokens of one completion, and the default where a request sets none.
         prefill_chunk: tokens of one piece of prefill; part of numerics, so the same on verifiers that recover
             each other's sessions.
@@ -47,7 +42,7 @@ class VerifierConfig(ServingConfig):
     target: Path = SHIPPED_TARGET
     device: Literal["auto", "cpu", "cuda"] = "auto"
     numerics: Literal["exact", "fast"] = "exact"
-    threads: int = field(default_factory=default_threads)
+    threads: int = 0
     max_sessions: int = 16
     memory_mib: int = 0
     max_rows: int = 65
@@ -71,7 +66,7 @@ class VerifierConfig(ServingConfig):
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("numerics", self.numerics, ("exact", "fast"))
         _one_of("drafting", self.drafting, ("measured", "unconditional"))
-        _within("threads", self.threads, 1, 1024)
+        _within("threads", self.threads, 0, 1024)
         _within("max_sessions", self.max_sessions, 1, 65536)
         _within("memory_mib", self.memory_mib, 0, 1 << 30)
         _within("max_rows", self.max_rows, 1, MAX_ROWS)

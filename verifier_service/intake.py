@@ -111,11 +111,11 @@ def check_start(session_id: bytes, start: verifier_pb2.Start, limits: Limits) ->
     prompt_ids, resumed_ids = list(start.prompt_ids), list(start.resumed_ids)
     if not prompt_ids:
         raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
-    if len(prompt_ids) + len(resumed_ids) > limits.max_prompt_tokens:
+    if len(prompt_ids) > limits.max_prompt_tokens:
         raise PromptTooLongError(
             "prompt_ids",
-            f"the prompt has {len(prompt_ids)} tokens and {len(resumed_ids)} resumed ones",
-            hint=f"Together at most {limits.max_prompt_tokens}",
+            f"the prompt has {len(prompt_ids)} tokens",
+            hint=f"At most {limits.max_prompt_tokens} are allowed",
             metadata={"max_prompt_tokens": str(limits.max_prompt_tokens)},
         )
     check_ids("prompt_ids", prompt_ids, limits.vocab_size)

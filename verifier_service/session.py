@@ -84,15 +84,14 @@ def check_opening(
     Raises:
         InvalidRequestError: an empty prompt, ids outside the vocabulary, stopping that makes no sense, or resumed
             tokens that already end the text.
-        PromptTooLongError: prompt and resumed tokens exceed max_prompt_tokens.
+        PromptTooLongError: more prompt tokens than max_prompt_tokens.
     """
     if not prompt_ids:
         raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
-    total = len(prompt_ids) + len(resumed_ids)
-    if total > max_prompt_tokens:
+    if len(prompt_ids) > max_prompt_tokens:  # resumed tokens are bounded by max_tokens: any text can be resumed
         raise PromptTooLongError(
             "prompt_ids",
-            f"prompt and resumed tokens are {total}",
+            f"the prompt has {len(prompt_ids)} tokens",
             hint=f"At most {max_prompt_tokens} are allowed",
             metadata={"max_prompt_tokens": str(max_prompt_tokens)},
         )

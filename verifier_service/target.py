@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from specla.kernels.dense import numerics_tag
 from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 from specla.verifier_service.config import VerifierConfig
@@ -36,7 +38,7 @@ class Target:
 
     @classmethod
     def load(cls, config: VerifierConfig) -> "Target":
-        """Load a checkpoint for the configured device and mode.
+        """Load a checkpoint for the configured device and mode, and for PyTorch's present number of threads.
 
         Raises:
             InvalidRequestError: a device that is not supported.
@@ -72,7 +74,7 @@ def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) ->
         config.numerics,
         f"arithmetic-{ARITHMETIC}",
         numerics_tag(weights.dense_weights()),
-        f"threads-{config.threads}",
+        f"threads-{torch.get_num_threads()}",
         f"chunk-{config.prefill_chunk}",
         digest[:16],
     )

@@ -85,13 +85,14 @@ class VerifierMember:
 
     def _deliver(self) -> None:
         self._called = False  # before `take`: what comes later calls again
+        lost = self._link.lost  # before `take` too: what arrived before the loss still counts
         for event in self._link.take():
             mailbox = self._mailboxes.get(event.session_id)
             if mailbox is not None:
                 mailbox.put(event)
-        if self._link.lost is not None:
+        if lost is not None:
             for mailbox in self._mailboxes.values():
-                mailbox.lose(self._link.lost)
+                mailbox.lose(lost)
             self._on_lost(self)
 
 

@@ -31,12 +31,16 @@ def columns() -> list[Case]:
 @pytest.fixture(scope="module")
 def filled(tiny_target: Path, columns: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Journal:
     journal = Journal(tmp_path_factory.mktemp("identity") / "journal.jsonl")
-    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3)
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3, drafting="unconditional")
     with ExitStack() as stack:
         generators = {
             "one process": stack.enter_context(Local(verifier=config, drafters=DRAFTERS[1:])),
             "services": stack.enter_context(
-                services(tiny_target, DRAFTERS, numerics="exact", max_sessions=3, threads=1)
+                services(
+                    tiny_target,
+                    DRAFTERS,
+                    verifier_options=["--threads=1", "--max-sessions=3", "--drafting=unconditional"],
+                )
             ),
         }
         identity.run(
@@ -51,6 +55,9 @@ def test_a_seed_has_one_text_everywhere(filled: Journal, columns: list[Case]) ->
     assert [goal.name for goal in made.goals if not goal.met] == []
     assert made.notes["texts"] == len(columns) * len(PROMPTS)
     assert int(made.notes["tokens"]) > 0
+    for case in columns:  # worthless drafts were verified, not left out
+        if case.drafter == "random":
+            assert all(text.drafted >= text.passes for text in filled.of(case).values())
 
 
 def test_a_different_token_is_seen(filled: Journal, columns: list[Case], tmp_path: Path) -> None:

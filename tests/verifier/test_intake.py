@@ -129,10 +129,10 @@ def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], field: str
 
 
 def test_a_long_prompt_has_an_error_of_its_own() -> None:
-    error = refused(start(prompt_ids=[1] * 15, resumed_ids=[1] * 6))
+    error = refused(start(prompt_ids=[1] * 21))
     assert isinstance(error, PromptTooLongError)
     assert error.metadata == {"max_prompt_tokens": "20"}
-    check_start(ID, start(prompt_ids=[1] * 15, resumed_ids=[1] * 5), LIMITS)
+    check_start(ID, start(prompt_ids=[1] * 20, resumed_ids=[1] * 5), LIMITS)  # a text that began can be resumed
 
 
 def test_other_numerics_need_permission() -> None:
@@ -254,7 +254,7 @@ def test_any_start_is_either_usable_or_refused_with_a_status(message: verifier_p
         assert len(status.SerializeToString()) < 4096
         return
     assert isinstance(request, OpenRequest)
-    assert 0 < len(request.prompt_ids) + len(request.resumed_ids) <= LIMITS.max_prompt_tokens
+    assert 0 < len(request.prompt_ids) <= LIMITS.max_prompt_tokens
     assert all(token < LIMITS.vocab_size for token in (*request.prompt_ids, *request.resumed_ids))
     request.sampling.validate(LIMITS.vocab_size)
     assert len(request.resumed_ids) < request.stopping.max_tokens <= LIMITS.max_new_tokens
