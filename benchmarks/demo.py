@@ -38,8 +38,8 @@ PROMPTS = {
 
     def set_z(self, value):
 ''',
-    "a worked sum": "Question: Tom has 14 apples. He buys 23 more apples and gives 9 apples to his sister. "
-    "How many apples does Tom have now?\nAnswer:",
+    "a worked sum": "Question: At the fair, Wei buys 11 books at 6 dollars each and 12 postcards at 14 dollars each. "
+    "Wei pays with 250 dollars. How much change does Wei get?\nAnswer:",
     "prose": "The President said that the people of the United States",
 }
 DRAFTED = "bold green"

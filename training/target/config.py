@@ -38,11 +38,21 @@ class TargetShape:
         """Width of a value head, V."""
         return int(self.head_dim * self.expand_v)
 
+    @property
+    def name(self) -> str:
+        """What servers call a model of this shape: by its millions of weights in matrices."""
+        keys, values = self.num_heads * self.head_dim, self.value_heads * self.head_v_dim
+        mixer = self.hidden_size * (2 * keys + 3 * values)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        weights = self.vocab_size * self.hidden_size + self.num_hidden_layers * (mixer + mlp)
+        return f"specla-gdn-{round(weights / 1e6)}m"
+
     def to_json(self) -> dict[str, Any]:
         """The checkpoint's config.json, as fla's class reads it."""
         return {
             "architectures": ["GatedDeltaNetForCausalLM"],
             "model_type": "gated_deltanet",
+            "_name_or_path": self.name,
             **asdict(self),
             "attn": None,
             "attn_mode": "chunk",
