@@ -19,8 +19,8 @@ from product_tree import ROOT
 
 COMPOSE = ROOT / "deploy/compose.yaml"
 ENV_EXAMPLE = ROOT / "deploy/.env.example"
-_START_S = 60.0
-_STOP_S = 15.0
+_START_S = 120.0
+_STOP_S = 30.0
 
 
 def read_env(path: Path = ENV_EXAMPLE) -> dict[str, str]:
@@ -117,7 +117,7 @@ class Composed:
         assert kind == "CMD"
         command[0] = str(Path(sys.executable).parent / command[0])
         own = [part.replace(f"127.0.0.1:{self._port_inside(service)}", self.address(service)) for part in command]
-        return subprocess.run(own, capture_output=True, text=True, timeout=30)
+        return subprocess.run(own, capture_output=True, text=True, timeout=_START_S)
 
     def stop(self, service: str, how: int = signal.SIGTERM) -> int:
         """Signal the service and return its exit status."""
