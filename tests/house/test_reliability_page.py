@@ -8,6 +8,7 @@ import pytest
 from product_tree import ROOT
 
 from specla.client.config import CoordinatorConfig
+from specla.client.coordinator.generation import _MAX_SETBACKS
 from specla.drafter_service.config import DrafterConfig
 from specla.rpc.channel import UNARY_DEADLINE_S
 from specla.verifier_service.config import VerifierConfig
@@ -33,4 +34,6 @@ def test_figures_in_the_text() -> None:
     text = " ".join(PAGE.split())
     assert f"{ALLOWED_SHARE:.0%} of decode time + {ALLOWED_S * 1000:.0f} ms" in text
     assert f"again every {PROBE_EVERY} tokens" in text
+    assert _MAX_SETBACKS == 3
+    assert "A fourth loss in a row" in text
     assert f"Unary calls between the parts have {UNARY_DEADLINE_S:.0f} s" in text
