@@ -31,6 +31,7 @@ def identity(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 16,
+    baseline_batch: Annotated[int, typer.Option(min=1, help="Sessions at a time of the baseline.")] = 1,
     max_nodes: Annotated[int, typer.Option(min=1, help="Candidates of one draft.")] = 4,
     numerics: NumericsOption = "exact",
     journal: Annotated[Path, typer.Option(help="Texts so far; an existing one is gone on with.")] = Path(
@@ -53,7 +54,11 @@ def identity(
     folder = target or default_target()
     names = [name.strip() for name in drafters.split(",")]
     columns = work.cases(
-        names, [float(t) for t in temperatures.split(",")], [join.strip() for join in joins.split(",")], batch
+        names,
+        [float(t) for t in temperatures.split(",")],
+        [join.strip() for join in joins.split(",")],
+        batch,
+        baseline_batch,
     )
     chosen = load(prompts, limit=limit)
     texts = work.Journal(journal)
@@ -68,7 +73,10 @@ def identity(
             if join not in generators:
                 if join == "one process":
                     config = VerifierConfig(
-                        target=folder, numerics=numerics, max_sessions=batch, drafting="unconditional"
+                        target=folder,
+                        numerics=numerics,
+                        max_sessions=max(batch, baseline_batch),
+                        drafting="unconditional",
                     )
                     generators[join] = stack.enter_context(
                         Local(

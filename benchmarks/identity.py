@@ -1,6 +1,6 @@
 """Is it the same text? Every drafter, temperature, batch and join against plain decoding, token by token.
 
-The baseline is plain decoding, one session at a time, in one process. Each finished text is one line
+The baseline is plain decoding in one process, `baseline_batch` sessions at a time. Each finished text is one line
 of a journal, so that a run that was broken off goes on where it stopped.
 """
 
@@ -65,9 +65,11 @@ class Text:
         return cls(**{**fields, "case": Case(**fields["case"]), "token_ids": tuple(fields["token_ids"])})
 
 
-def cases(drafters: Sequence[str], temperatures: Sequence[float], joins: Sequence[str], batch: int) -> list[Case]:
+def cases(
+    drafters: Sequence[str], temperatures: Sequence[float], joins: Sequence[str], batch: int, baseline_batch: int
+) -> list[Case]:
     """All columns: the baselines first, then every combination, then the other seed."""
-    baselines = [Case("one process", "none", t, 1) for t in temperatures]
+    baselines = [Case("one process", "none", t, baseline_batch) for t in temperatures]
     rest = [Case(join, d, t, batch) for join in joins for d in drafters for t in temperatures]
     other = [Case("one process", "none", t, batch, other_seed=True) for t in temperatures if t > 0]
     return [*baselines, *(case for case in rest if case not in baselines), *other]
@@ -157,7 +159,7 @@ def run(
 
 
 def report(all_cases: Sequence[Case], prompts: Sequence[Prompt], journal: Journal, *, device: str) -> Report:
-    """Compare every column with the baseline of its temperature.
+    """Compare every column with the baseline of its temperature, the first column of that temperature.
 
     Raises:
         ValueError: the journal holds texts of other numerics or lengths, or a column is incomplete.
@@ -177,7 +179,7 @@ def report(all_cases: Sequence[Case], prompts: Sequence[Prompt], journal: Journa
         tokens=sum(len(text.token_ids) for text in texts),
     )
     for case, column in columns.items():
-        baseline = columns[Case("one process", "none", case.temperature, 1)]
+        baseline = next(texts for first, texts in columns.items() if first.temperature == case.temperature)
         if case.other_seed:
             _add_other_seed(made, case, column, baseline)
         else:

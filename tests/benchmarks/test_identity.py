@@ -25,7 +25,7 @@ MAX_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def columns() -> list[Case]:
-    return identity.cases(DRAFTERS, [0.0, 1.0], ["one process", "services"], batch=3)
+    return identity.cases(DRAFTERS, [0.0, 1.0], ["one process", "services"], batch=3, baseline_batch=1)
 
 
 @pytest.fixture(scope="module")
