@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specla.benchmarks.prompts import HELD_OUT
+from specla.benchmarks.prompt_set import HELD_OUT
 from specla.benchmarks.report import Report, cpu_name
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
@@ -44,7 +44,7 @@ def identity(
     Every draft is verified, whatever it costs, so that worthless ones count too.
     """
     from specla.benchmarks import identity as work
-    from specla.benchmarks.prompts import load
+    from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
     from specla.client.default_target import default_target
     from specla.client.local import Local
@@ -117,7 +117,7 @@ def drafters(
 ) -> None:
     """Each drafter against plain decoding, on code that repeats itself and on prose; exits 1 if a goal is missed."""
     from specla.benchmarks import drafters as work
-    from specla.benchmarks.prompts import load
+    from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
     from specla.client.local import Local
 
@@ -153,12 +153,12 @@ def passes(
     target: TargetOption = None,
     rows: Annotated[str, typer.Option(help="Rows of a pass, root included; separated by commas.")] = "2,5,9,17",
     rounds: Annotated[int, typer.Option(min=4)] = 60,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of one operation; 0: chosen by the verifier.")] = 0,
     json: JsonOption = None,
 ) -> None:
     """Verification passes of several sizes over plain decoding, in both numerics; exits 1 if a goal is missed."""
     from specla.benchmarks import passes as work
-    from specla.benchmarks.prompts import load
+    from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
     from specla.verifier_service.config import VerifierConfig
@@ -169,10 +169,15 @@ def passes(
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)
-    given = {} if threads is None else {"threads": threads}
     engines = {
         numerics: Engine(
-            VerifierConfig(target=folder, numerics=numerics, max_sessions=len(kinds) + 1, max_rows=max(counts), **given)
+            VerifierConfig(
+                target=folder,
+                numerics=numerics,
+                threads=threads,
+                max_sessions=len(kinds) + 1,
+                max_rows=max(counts),
+            )
         )
         for numerics in NUMERICS
     }

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specla.benchmarks.identity import Generator
-from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.prompt_set import Prompt
 from specla.benchmarks.report import Goal, Report, Row
 from specla.client.results import GenerateResult
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.prompt_set import Prompt
 from specla.benchmarks.report import Goal, Report, Row
 from specla.client.results import GenerateResult
 

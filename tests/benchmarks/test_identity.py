@@ -9,7 +9,7 @@ import pytest
 
 from specla.benchmarks import identity
 from specla.benchmarks.identity import Case, Journal, Text
-from specla.benchmarks.prompts import Prompt
+from specla.benchmarks.prompt_set import Prompt
 from specla.benchmarks.services import services
 from specla.client.local import Local
 from specla.verifier_service.config import VerifierConfig
