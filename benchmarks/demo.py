@@ -42,6 +42,7 @@ PROMPTS = {
     "Wei pays with 250 dollars. How much change does Wei get?\nAnswer:",
     "prose": "The President said that the people of the United States",
 }
+TEMPERATURES = {"prose": 0.7}  # the others are greedy
 DRAFTED = "bold green"
 
 
@@ -64,7 +65,9 @@ def run(
     target: Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")] = None,
     drafter: Annotated[str, typer.Option(help="Drafter to set against plain decoding.")] = "suffix",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same for both.")] = 1,
     numerics: Annotated[str, typer.Option(help="exact or fast.")] = "exact",
 ) -> None:
@@ -80,13 +83,14 @@ def run(
     identical = True
     with Local(folder, drafters=(drafter,), numerics=numerics) as local:
         info = local.model()
-        console.print(f"[dim]{info.model}, {info.numerics_id}; T = {temperature:g}, seed {seed}[/]")
+        console.print(f"[dim]{info.model}, {info.numerics_id}; seed {seed}[/]")
         local.generate("warm up", drafter="none", max_tokens=4, temperature=0.0)
         for name, prompt in PROMPTS.items():
-            console.rule(name)
+            degrees = TEMPERATURES.get(name, 0.0) if temperature is None else temperature
+            console.rule(f"{name}, T = {degrees:g}")
             console.print(Text(prompt, style="dim"), end="")
             runs = {
-                who: _timed(local, prompt, who, max_tokens=max_tokens, temperature=temperature, seed=seed)
+                who: _timed(local, prompt, who, max_tokens=max_tokens, temperature=degrees, seed=seed)
                 for who in ("none", drafter)
             }
             plain, drafted = runs["none"], runs[drafter]
