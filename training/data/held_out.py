@@ -27,11 +27,11 @@ class FunctionProbe(NamedTuple):
 
 
 def functions(documents: Iterable[Document], *, count: int, seed: int) -> list[FunctionProbe]:
-    """Functions with docstrings out of held-out code, at most three a document, drawn by seed."""
+    """Functions with docstrings out of held-out code, at most four a document, drawn by seed."""
     found: list[FunctionProbe] = []
     for document in documents:
         if document.domain == "code" and document.split != "train":
-            found += list(_functions(document))[:3]
+            found += list(_functions(document))[:4]
     random.Random(seed).shuffle(found)
     return found[:count]
 

@@ -3,7 +3,7 @@
 Plain and batched; serving is the verifier's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from specla.kernels.chunked import chunk_gated_delta_rule
 from specla.training.target.model import Block, GatedDeltaNet, ShortConvolution, TargetModel, l2_normalised
 
 END_OF_TEXT_ID = 0
+CHECK_EVERY = 16
 
 
 class LayerState(NamedTuple):
@@ -83,7 +84,13 @@ def _one_token(
 
 @torch.no_grad()
 def generate(
-    model: TargetModel, prompts: Sequence[list[int]], *, new: int, temperature: float = 0.0, seed: int = 0
+    model: TargetModel,
+    prompts: Sequence[list[int]],
+    *,
+    new: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    enough: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue token prompts by up to `new` tokens each, stopping at end of text (which is not returned).
 
@@ -91,27 +98,36 @@ def generate(
         prompts: non-empty lists of ids; each is prefilled by itself, then all are decoded together.
         temperature: 0 takes the likeliest token, ties to the lowest id.
         seed: of the draws.
+        enough: asked every 16 tokens whether a continuation so far suffices; it then ends there.
     """
     device = next(model.parameters()).device
     rng = torch.Generator(device).manual_seed(seed)
     starts = [advance(model, torch.tensor([prompt], device=device), None) for prompt in prompts]
     features = torch.cat([x[:, -1] for x, _ in starts])  # [B, hidden]
     states = [_stack([layers[i] for _, layers in starts]) for i in range(len(starts[0][1]))]
-    chosen: list[Tensor] = []
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    for _ in range(new):
+    texts: list[list[int]] = [[] for _ in prompts]
+    running = list(range(len(prompts)))
+    for step in range(1, new + 1):
         logits = model.lm_head(features).float()
         if temperature > 0:
             ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng).squeeze(1)
         else:
             ids = logits.argmax(-1)
-        ended = ended | (ids == END_OF_TEXT_ID)
-        chosen.append(ids.masked_fill(ended, END_OF_TEXT_ID))
-        if bool(ended.all()):
+        for row, token in zip(running, ids.tolist(), strict=True):
+            texts[row].append(token)
+        check = enough if enough is not None and step % CHECK_EVERY == 0 else None
+        going = [
+            i for i, row in enumerate(running)
+            if texts[row][-1] != END_OF_TEXT_ID and not (check and check(texts[row]))
+        ]  # fmt: skip
+        if not going:
             break
-        x, states = advance(model, chosen[-1].unsqueeze(1), states)
+        if len(going) < len(running):
+            running = [running[i] for i in going]
+            ids, states = ids[going], [_select(state, going) for state in states]
+        x, states = advance(model, ids.unsqueeze(1), states)
         features = x[:, 0]
-    return [_until_end(row) for row in torch.stack(chosen, 1).tolist()]
+    return [text[:-1] if text[-1:] == [END_OF_TEXT_ID] else text for text in texts]
 
 
 def _stack(states: list[LayerState]) -> LayerState:
@@ -119,5 +135,6 @@ def _stack(states: list[LayerState]) -> LayerState:
     return LayerState((q, k, v), torch.cat([s.recurrent for s in states]))
 
 
-def _until_end(ids: list[int]) -> list[int]:
-    return ids[: ids.index(END_OF_TEXT_ID)] if END_OF_TEXT_ID in ids else ids
+def _select(state: LayerState, rows: list[int]) -> LayerState:
+    q, k, v = (window[rows] for window in state.windows)
+    return LayerState((q, k, v), state.recurrent[rows])

@@ -68,13 +68,19 @@ def bits_per_byte(nats: NDArray[np.float64], tokens: Tokens, sizes: NDArray[np.i
     return float(nats.sum() / math.log(2) / sizes[tokens[-len(nats) :].astype(np.int64)].sum())
 
 
+def body_end(continuation: str) -> int | None:
+    """The number of the first line that is not indented, where the body has ended; None while it goes on."""
+    lines = continuation.split("\n")
+    return next((i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))), None)
+
+
 def body_parses(prompt: str, continuation: str) -> bool:
     """Whether a function's head and the indented lines that follow it are Python, and the body is not empty.
 
     The body ends before the first line that is not indented. A body cut off by the token limit loses its last line.
     """
     lines = continuation.split("\n")
-    ended = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))), None)
+    ended = body_end(continuation)
     body = lines[:ended] if ended is not None else lines[:-1]
     if not any(line.strip() for line in body):
         return False
@@ -112,7 +118,14 @@ def _continue(model: TargetModel, tokenizer: Tokenizer, texts: Sequence[str], **
 def _functions(model: TargetModel, tokenizer: Tokenizer, probes: list[FunctionProbe]) -> dict[str, Any]:
     shares = {}
     for temperature in (0.0, 0.7):
-        texts = _continue(model, tokenizer, [p.prompt for p in probes], new=256, temperature=temperature)
+        texts = _continue(
+            model,
+            tokenizer,
+            [p.prompt for p in probes],
+            new=256,
+            temperature=temperature,
+            enough=lambda ids: body_end(tokenizer.decode(ids)) is not None,
+        )
         good = sum(body_parses(p.prompt, text) for p, text in zip(probes, texts, strict=True))
         shares[f"parses_at_temperature_{temperature}"] = good / max(len(probes), 1)
     own = sum(body_parses(p.prompt, p.body + "\nend") for p in probes) / max(len(probes), 1)
