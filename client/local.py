@@ -94,10 +94,6 @@ class Local(BlockingGenerator):
         self.close()
 
 
-def _settings(drafter: str | DrafterConfig) -> DrafterConfig:
-    return drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter)
-
-
 async def _join(parts: InProcess, tokenizer: Tokenizer) -> Coordinator:
     coordinator = Coordinator([], [], tokenizer, CoordinatorConfig())
     parts.join(coordinator)
