@@ -69,8 +69,13 @@ class LocalAttachment:
             self._lost = event
         else:
             self._events.append(event)
-        self.ended = isinstance(event, SpeclaError) or event.HasField("detached")
+        if _is_last(event):
+            self.ended = True
         self._wake()
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, SpeclaError) or event.HasField("detached")
 
 
 class LocalDrafter:
@@ -198,7 +203,7 @@ class LocalDrafter:
         attachment = self._attachments.get(session_id)
         if attachment is not None:
             attachment.tell(event)
-            if attachment.ended:
+            if _is_last(event):  # one cancelled just now is kept: its detaching is still to be done
                 del self._attachments[session_id]
 
     def _lose(self, error: SpeclaError) -> None:

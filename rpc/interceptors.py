@@ -77,10 +77,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if not inspect.isasyncgenfunction(inner):
             return self._unary(method, inner)
 
-        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def call(request: Any, context: Context) -> None:
+            # Not a generator: grpc.aio leaves one unclosed where a call is cancelled in the middle of a write, until
+            # the garbage collector comes by.
             async with self._guarded(method, context), aclosing(inner(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    await context.write(response)
 
         return call
 

@@ -1,7 +1,7 @@
 """The join in one process: re-entrant, from many threads, with faults that reach the coordinator."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specla.drafter_service.config import DrafterConfig
 from specla.drafter_service.drafter import Drafter
@@ -185,6 +185,15 @@ def test_cancel_detaches_once() -> None:
     attachment.cancel()
     assert [item.WhichOneof("item") for item in verifier.links[0].received] == ["attach", "detach"]
     assert attachment.lost is None
+
+
+def test_a_cancel_that_comes_with_the_news_of_the_attachment_detaches() -> None:
+    verifier, jobs = TextVerifier(), list[Callable[[], None]]()
+    drafter = LocalDrafter(LookupDrafter(), CONFIG, verifier, run=jobs.append)
+    attachment = drafter.draft_session(request(), lambda: attachment.cancel())
+    while jobs:
+        jobs.pop(0)()
+    assert [item.WhichOneof("item") for item in verifier.links[0].received][-1] == "detach"
 
 
 def test_a_session_begun_anew_ends_its_former_attachment_only() -> None:

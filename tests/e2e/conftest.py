@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import DRAFTERS, MAX_PROMPT, Cluster
+from cluster import DRAFT_WAIT_S, DRAFTERS, DRAFTING, MAX_PROMPT, Cluster
 from joined import Joined
 
 from specla.client import Client, Local
@@ -14,7 +14,14 @@ from specla.verifier_service.config import VerifierConfig
 
 @pytest.fixture(scope="session")
 def one_process(tiny_target: Path) -> Iterator[Joined]:
-    config = VerifierConfig(target=tiny_target, threads=1, max_prompt_tokens=MAX_PROMPT, max_sessions=8)
+    config = VerifierConfig(
+        target=tiny_target,
+        threads=1,
+        max_prompt_tokens=MAX_PROMPT,
+        max_sessions=8,
+        drafting=DRAFTING,
+        max_draft_wait_s=DRAFT_WAIT_S,
+    )
     with Local(verifier=config, drafters=DRAFTERS) as local:
         yield Joined(local, local.parts.scheduler.list_sessions)
 

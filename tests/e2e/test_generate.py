@@ -52,12 +52,12 @@ def test_another_seed_has_another_text(joined: Joined, plain: Plain) -> None:
 
 
 def test_what_repeats_itself_is_drafted(joined: Joined) -> None:
-    """A bias drives the target into a loop. Over sockets most passes of so small a target end before a draft comes."""
+    """A bias drives the target into a loop."""
     options = {"logit_bias": {40: 50.0, 41: 50.0}, "temperature": 0.0, "max_tokens": 1000, "ignore_eos": True}
     alone = joined.client.generate(PROMPT, drafter="none", **options)
     result = joined.client.generate(PROMPT, drafter="suffix", **options)
     assert result.token_ids == alone.token_ids
-    assert result.usage.accepted_tokens > 0
+    assert result.usage.accepted_tokens > 500
     assert result.usage.target_passes == alone.usage.target_passes - result.usage.accepted_tokens
 
 

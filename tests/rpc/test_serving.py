@@ -1,6 +1,7 @@
 """The server shell: health, reflection, limits, errors, an orderly stop."""
 
 import asyncio
+import gc
 import shutil
 import subprocess
 import time
@@ -35,6 +36,7 @@ class Service:
 
     def __init__(self) -> None:
         self.cleaned = 0
+        self.flooded = 0
         self.has_cleaned = asyncio.Event()
         self.live = True
 
@@ -62,6 +64,14 @@ class Service:
             self.cleaned += 1
             self.has_cleaned.set()
 
+    async def flood(self, request: StringValue, context: Context) -> AsyncIterator[StringValue]:
+        try:
+            while True:
+                self.flooded += 1
+                yield StringValue(value="x" * (1 << 20))
+        finally:
+            self.has_cleaned.set()
+
     def register(self, server: grpc.aio.Server) -> None:
         coders = {
             "request_deserializer": StringValue.FromString,
@@ -71,6 +81,7 @@ class Service:
             "Echo": grpc.unary_unary_rpc_method_handler(self.echo, **coders),
             "Count": grpc.unary_stream_rpc_method_handler(self.count, **coders),
             "Hang": grpc.unary_stream_rpc_method_handler(self.hang, **coders),
+            "Flood": grpc.unary_stream_rpc_method_handler(self.flood, **coders),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", handlers),))
 
@@ -167,6 +178,24 @@ async def test_too_many_calls_are_told_when_to_come_again(
     await service.has_cleaned.wait()
     await asyncio.sleep(0.01)
     assert (await unary(channel)(StringValue(value="again"))).value == "again"
+
+
+async def test_a_call_that_ends_in_the_middle_of_a_write_is_cleaned_up_at_once(
+    channel: grpc.aio.Channel, service: Service
+) -> None:
+    flood = stream(channel, "Flood")(StringValue())
+    await flood.read()
+    sent = 0
+    while sent < service.flooded:  # until nobody takes more: the handler hangs in a write
+        sent = service.flooded
+        await asyncio.sleep(0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        flood.cancel()
+        await asyncio.wait_for(service.has_cleaned.wait(), 5)
+    finally:
+        gc.enable()
 
 
 async def test_a_stop_waits_for_the_ends_of_its_calls(

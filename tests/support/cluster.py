@@ -3,6 +3,7 @@
 import contextlib
 import time
 from pathlib import Path
+from typing import Final
 
 import grpc
 from processes import Service
@@ -11,6 +12,8 @@ from specla.v1 import verifier_pb2, verifier_pb2_grpc
 
 DRAFTERS = ("suffix", "lookup", "random")
 MAX_PROMPT = 4096
+DRAFTING: Final = "unconditional"  # so small a target gains nothing by drafts: measured, few would be verified
+DRAFT_WAIT_S = 2.0  # a draft comes sooner on any machine
 
 
 class Cluster:
@@ -25,8 +28,19 @@ class Cluster:
         self.coordinator = self.start_coordinator([self.verifier], list(self.drafters.values()))
 
     def start_verifier(self) -> Service:
-        limits = ("--max-prompt-tokens", str(MAX_PROMPT), "--threads", "1", "--max-sessions", "8")
-        return self._start("verifier", "--target", str(self.target), *limits)
+        settings = (
+            "--drafting",
+            DRAFTING,
+            "--max-draft-wait-s",
+            str(DRAFT_WAIT_S),
+            "--max-prompt-tokens",
+            str(MAX_PROMPT),
+            "--threads",
+            "1",
+            "--max-sessions",
+            "8",
+        )
+        return self._start("verifier", "--target", str(self.target), *settings)
 
     def start_drafter(self, name: str) -> Service:
         return self._start("drafter", "--name", name)
