@@ -8,7 +8,6 @@ from specla.drafter_service.config import DrafterConfig
 from specla.drafter_service.drafters.make import make_drafter
 from specla.drafter_service.local import LocalDrafter
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.engine import Engine
 from specla.verifier_service.scheduler import Scheduler
 
 
@@ -28,7 +27,7 @@ class InProcess:
             UnsupportedModelError: a checkpoint that cannot be run.
         """
         made = [make_drafter(drafter) for drafter in drafters]  # before the target: refuses sooner
-        self.scheduler = Scheduler(Engine(config), config).start()
+        self.scheduler = Scheduler.load(config)
         self.drafters = [
             LocalDrafter(drafter, settings, self.scheduler) for drafter, settings in zip(made, drafters, strict=True)
         ]

@@ -14,7 +14,6 @@ from specla.rpc.serving import GrpcServer
 from specla.rpc.waker import LoopWaker
 from specla.v1 import verifier_pb2, verifier_pb2_grpc
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.engine import Engine
 from specla.verifier_service.publish import In, LinkEnd, Out
 from specla.verifier_service.scheduler import Scheduler
 
@@ -146,7 +145,7 @@ async def serve_verifier(config: VerifierConfig) -> VerifierServer:
         ServiceUnavailableError: the port is taken.
         UnsupportedModelError, InvalidRequestError: from the engine.
     """
-    scheduler = Scheduler(await asyncio.to_thread(Engine, config), config)
+    scheduler = await asyncio.to_thread(Scheduler.load, config)
     server = GrpcServer(
         config,
         [SERVICE],
@@ -156,7 +155,6 @@ async def serve_verifier(config: VerifierConfig) -> VerifierServer:
     try:
         server.bind()
         scheduler.advertised_address = scheduler.advertised_address or reachable_address(server.address)
-        await asyncio.to_thread(scheduler.start)
         await server.start()
     except BaseException:
         await server.stop(grace_s=0)
