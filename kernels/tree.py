@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.topology import Topology
@@ -36,6 +37,19 @@ class Step(NamedTuple):
     """How many cells: steps cover the cells in their order."""
     last_use: bool
     """Whether no later step forms a state from `source`'s."""
+
+
+class Walk(NamedTuple):
+    """The rows as the compiled form walks them: int64 NumPy arrays."""
+
+    offsets: NDArray[np.int64]
+    """[B + 1], `TreeBatch.offsets`."""
+    parents: NDArray[np.int64]
+    """[R], `TreeBatch.parents`."""
+    kept: NDArray[np.int64]
+    """[R], the place among its session's kept states of the state of each row that others continue, else -1."""
+    places: int
+    """The most states that one session keeps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +173,17 @@ class TreeBatch:
     def padded(self) -> PaddedTrees:
         """The same trees as rectangles, for the factorised form."""
         return _padded(self)
+
+    @cached_property
+    def walk(self) -> Walk:
+        """The same trees for the compiled form."""
+        kept = np.full(self.rows, -1)
+        places = 0
+        for offset, topology in zip(self.offsets, self.topologies, strict=False):
+            continued = [row for row, children in enumerate(topology.children) if children]
+            kept[[offset + row for row in continued]] = range(len(continued))
+            places = max(places, len(continued))
+        return Walk(np.array(self.offsets), np.array(self.parents), kept, places)
 
     @cached_property
     def _taps(self) -> dict[int, Tensor]:

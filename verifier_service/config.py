@@ -20,6 +20,8 @@ class VerifierConfig(ServingConfig):
         target: folder of the checkpoint (config.json, *.safetensors, tokenizer.json).
         device: "cpu", "cuda", or "auto" for the best one that this build supports.
         numerics: "exact", a token's bits do not depend on what else is in the pass, or "fast".
+        cpu_kernels: on a CPU, what runs between the matrix products: "compiled" by numba, or "torch" operations, about
+            half as fast. Their bits differ.
         threads: threads of one operation, set for the whole process; 0 for PyTorch's own choice (OMP_NUM_THREADS,
             else the cores), at most 8. On cores that other work keeps busy, 1 is by far the fastest.
         max_sessions: slots, each with its state; fewer if `memory_mib` is less than they take.
@@ -42,6 +44,7 @@ class VerifierConfig(ServingConfig):
     target: Path = SHIPPED_TARGET
     device: Literal["auto", "cpu", "cuda"] = "auto"
     numerics: Literal["exact", "fast"] = "exact"
+    cpu_kernels: Literal["compiled", "torch"] = "compiled"
     threads: int = 0
     max_sessions: int = 16
     memory_mib: int = 0
@@ -65,6 +68,7 @@ class VerifierConfig(ServingConfig):
         object.__setattr__(self, "target", Path(self.target))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("numerics", self.numerics, ("exact", "fast"))
+        _one_of("cpu_kernels", self.cpu_kernels, ("compiled", "torch"))
         _one_of("drafting", self.drafting, ("measured", "unconditional"))
         _within("threads", self.threads, 0, 1024)
         _within("max_sessions", self.max_sessions, 1, 65536)

@@ -29,7 +29,8 @@ from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.session import Session, check_opening, sampling_state
 from specla.verifier_service.state import PendingPath, StateStore
 from specla.verifier_service.target import Target
-from specla.verifier_service.targets.gated_deltanet import PassFactors, TreePass, prefill_chunk, tree_pass
+from specla.verifier_service.targets.gated_deltanet import PassFactors, TreePass, prefill_chunk
+from specla.verifier_service.targets.tree_pass import tree_pass
 
 CHAIN_ROWS = 32  # known tokens run as one chain of accepted rows; up to here that beats the chunked form
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
@@ -241,7 +242,7 @@ class Engine:
                 groups.setdefault(id(session.pending.factors), []).append(session)
         for sessions in groups.values():
             slots = [s.slot for s in sessions if s.slot is not None]
-            self._store.apply(self.target.weights, slots, [s.pending for s in sessions if s.pending is not None])
+            self._store.apply(slots, [s.pending for s in sessions if s.pending is not None])
             for session in sessions:
                 session.pending = None
 
@@ -255,15 +256,15 @@ class Engine:
             return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
         assert out.logits is not None
         result = result_of(item, offset, acceptance, out.logits, sampled, seconds)
-        self._take(session, out, batch, [offset + row for row in acceptance.rows])
+        self._take(session, out, [offset + row for row in acceptance.rows])
         session.tokens += acceptance.tokens
         session.sampling_state.extend(acceptance.tokens)
         session.finish = acceptance.finish
         return result
 
-    def _take(self, session: Session, out: TreePass, batch: TreeBatch, rows: list[int]) -> None:
+    def _take(self, session: Session, out: TreePass, rows: list[int]) -> None:
         """Note that these rows of the batch, a path from the session's root, are part of its text now."""
-        session.pending = PendingPath(out.factors, batch, tuple(rows))
+        session.pending = PendingPath(out.factors, tuple(rows))
         session.run_len += len(rows)
         if session.feature_ring is not None:
             index = torch.tensor(rows)
@@ -277,7 +278,7 @@ class Engine:
         ring = session.feature_ring
         self._commit_pending([session])
         out = self._forward(tokens, batch, [slot], want_logits=ring is not None and FINAL_NORM in ring.spec.layers)
-        self._take(session, out, batch, list(range(len(tokens))))
+        self._take(session, out, list(range(len(tokens))))
 
     def _run_chunk(self, session: Session, slot: int, start: int, stop: int) -> None:
         """Run tokens of the prompt in the chunked form, which advances the stored state itself."""

@@ -5,20 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
-from specla.kernels.tree import TreeBatch
 from specla.rpc.errors import CapacityError
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
-from specla.verifier_service.targets.gated_deltanet import PassFactors, TargetWeights, commit
+from specla.verifier_service.targets.gated_deltanet import PassFactors
 
 RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True)
 class PendingPath:
-    """An accepted path that the stored state does not hold yet: rows of the pass `batch`, root first."""
+    """An accepted path that the stored state does not hold yet: rows of the pass that made `factors`, root first."""
 
     factors: PassFactors
-    batch: TreeBatch
     rows: tuple[int, ...]
 
 
@@ -70,13 +68,8 @@ class StateStore:
         self._free.append(slot)
         self._free.sort(reverse=True)
 
-    def apply(self, weights: TargetWeights, slots: Sequence[int], pending: Sequence[PendingPath]) -> None:
-        """Bring slots up to date with paths of one pass: recurrent states by their factors, windows by selection."""
-        first = pending[0]
-        assert all(p.factors is first.factors for p in pending)
-        commit(weights, first.factors, self.recurrent_state, slots, [p.rows for p in pending])
-        width = self.conv_state.shape[1] + 1
-        for slot, path in zip(slots, pending, strict=True):
-            index = path.batch.window_after(width, path.rows[-1])
-            windows = [inputs.index_select(0, index) for inputs in path.factors.conv_inputs]
-            torch.stack(windows, 1, out=self.conv_state[slot])  # [W - 1, L, D]
+    def apply(self, slots: Sequence[int], pending: Sequence[PendingPath]) -> None:
+        """Bring slots up to date with accepted paths of one pass."""
+        factors = pending[0].factors
+        assert all(path.factors is factors for path in pending)
+        factors.apply(self.recurrent_state, self.conv_state, slots, [path.rows for path in pending])

@@ -14,7 +14,7 @@ from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
 from specla.verifier_service.targets.weights import load_checkpoint
 
-ARITHMETIC = 1
+ARITHMETIC = 2
 """Raised whenever a change of the code changes the bits of a text."""
 
 
@@ -52,7 +52,7 @@ class Target:
         if not tokenizer.is_file():
             raise UnsupportedModelError(f"{tokenizer} does not exist", hint="A target needs its tokenizer.json")
         checkpoint = load_checkpoint(folder, model)
-        weights = prepare(model, checkpoint.tensors, config.numerics)
+        weights = prepare(model, checkpoint.tensors, config.numerics, config.cpu_kernels)
         return cls(
             weights=weights,
             weight_bytes=weights.nbytes,
@@ -73,6 +73,7 @@ def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) ->
         "float32",
         config.numerics,
         f"arithmetic-{ARITHMETIC}",
+        weights.kernels,
         numerics_tag(weights.dense_weights()),
         f"threads-{torch.get_num_threads()}",
         f"chunk-{config.prefill_chunk}",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from compiled_forms import commit_compiled, verify_compiled
 from torch import Tensor
 from tree_cases import chain, random_rows, random_tree, rms_ratio
 
@@ -15,6 +16,7 @@ from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch, pack
 
 Commit = Callable[[Tensor, Sequence[int], Factors, Sequence[Sequence[int]]], None]
+Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, TreeBatch], tuple[Tensor, Tensor]]
 ROOT = pack([Topology.root_only()])
 
 
@@ -25,7 +27,7 @@ def random_factors(batch: TreeBatch, state: Tensor, H: int, seed: int) -> Factor
     return Factors(rows.qk[:, 1], u, rows.g)
 
 
-@pytest.mark.parametrize("commit", [commit_exact, commit_fast])
+@pytest.mark.parametrize("commit", [commit_exact, commit_fast, commit_compiled])
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_agrees_with_the_reference_and_writes_named_slots_alone(commit: Commit, heads: tuple[int, int]) -> None:
     H, HV = heads
@@ -43,7 +45,7 @@ def test_agrees_with_the_reference_and_writes_named_slots_alone(commit: Commit, 
         assert torch.equal(state[slot], before[slot])
 
 
-@pytest.mark.parametrize("commit", [commit_exact, commit_fast])
+@pytest.mark.parametrize("commit", [commit_exact, commit_fast, commit_compiled])
 def test_extreme_decays(commit: Commit) -> None:
     state = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(2))
     factors = random_factors(pack([chain(6)]), state, 2, 2)
@@ -53,8 +55,9 @@ def test_extreme_decays(commit: Commit) -> None:
     assert rms_ratio(state[0], expected) < 1e-6
 
 
+@pytest.mark.parametrize("commit", [commit_exact, commit_compiled])
 @pytest.mark.parametrize("shape", [(2, 2, 16, 16), (2, 4, 48, 80), (8, 8, 64, 64)])
-def test_exact_bits_are_those_of_serial_steps(shape: tuple[int, int, int, int]) -> None:
+def test_exact_bits_are_those_of_serial_steps(commit: Commit, shape: tuple[int, int, int, int]) -> None:
     """However many tokens are accepted at once, and whoever else is in the batch, the state is the same."""
     H, HV, K, V = shape
     topology = random_tree(random.Random(3), 10)
@@ -66,8 +69,8 @@ def test_exact_bits_are_those_of_serial_steps(shape: tuple[int, int, int, int]) 
     for slot, path in enumerate(paths):
         for row in path:
             one = Factors(*(x[row : row + 1] for x in factors))
-            commit_exact(expected, [slot], one, [[0]])
-    commit_exact(state, [0, 1, 2], factors, paths)
+            commit(expected, [slot], one, [[0]])
+    commit(state, [0, 1, 2], factors, paths)
     assert torch.equal(state, expected)
 
 
@@ -97,7 +100,8 @@ def test_all_layers_at_once() -> None:
     assert torch.equal(state, expected)
 
 
-def test_speculation_leaves_the_state_of_plain_decoding() -> None:
+@pytest.mark.parametrize(("verify", "commit"), [(verify_exact, commit_exact), (verify_compiled, commit_compiled)])
+def test_speculation_leaves_the_state_of_plain_decoding(verify: Verify, commit: Commit) -> None:
     """Twenty passes with random trees of which random paths are accepted, against one token after the other."""
     rng = random.Random(6)
     text = random_rows(torch.Generator().manual_seed(6), 60, 2, 2, 16, 16)
@@ -111,12 +115,12 @@ def test_speculation_leaves_the_state_of_plain_decoding() -> None:
         for place, row in enumerate(path):  # the accepted rows hold the text's tokens, the others anything
             for x, source in zip(rows, text, strict=True):
                 x[row] = source[done + place]
-        _, u = verify_exact(*rows, speculative, pack([topology]))
-        commit_exact(speculative, [0], Factors(rows.qk[:, 1], u, rows.g), [path])
+        _, u = verify(*rows, speculative, pack([topology]))
+        commit(speculative, [0], Factors(rows.qk[:, 1], u, rows.g), [path])
         done += len(path)
     for token in range(done):
         one = text.take([token])
-        _, u = verify_exact(*one, plain, ROOT)
-        commit_exact(plain, [0], Factors(one.qk[:, 1], u, one.g), [[0]])
+        _, u = verify(*one, plain, ROOT)
+        commit(plain, [0], Factors(one.qk[:, 1], u, one.g), [[0]])
     assert done > 20
     assert torch.equal(plain, speculative)

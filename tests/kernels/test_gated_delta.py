@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from compiled_forms import commit_compiled, verify_compiled
 from torch import Tensor
 from tree_cases import Rows, chain, random_rows, random_tree, rms_ratio
 
@@ -18,9 +19,10 @@ from specla.kernels.topology import MAX_ROWS, Topology
 from specla.kernels.tree import TreeBatch, pack
 
 SHAPES = [(2, 2, 16, 16), (1, 3, 32, 16), (2, 4, 16, 48), (2, 2, 64, 64), (1, 1, 96, 192)]  # H, HV, K, V
-FORMS = [verify_exact, verify_fast]
+FORMS = [verify_exact, verify_fast, verify_compiled]
 ROOT = pack([Topology.root_only()])
 Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, TreeBatch], tuple[Tensor, Tensor]]
+EXACT = [verify_exact, verify_compiled]
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -43,7 +45,7 @@ def assert_near_reference(form: Verify, rows: Rows, state: Tensor, batch: TreeBa
         assert rms_ratio(u[mine], expected_u) < tolerance
 
 
-def serial(rows: Rows, state: Tensor, batch: TreeBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
+def serial(form: Verify, rows: Rows, state: Tensor, batch: TreeBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Each row as plain decoding would produce it: one-row passes and one-row commits along its path."""
     outputs: list[Tensor] = []
     factors: list[Tensor] = []
@@ -52,9 +54,10 @@ def serial(rows: Rows, state: Tensor, batch: TreeBatch) -> tuple[Tensor, Tensor,
         session = int(batch.row_session[row])
         before = state[session : session + 1] if parent < 0 else states[parent]
         one = rows.take([row])
-        o, u = verify_exact(*one, before, ROOT)
+        o, u = form(*one, before, ROOT)
         after = before.clone()
-        commit_exact(after, [0], Factors(one.qk[:, 1], u, one.g), [[0]])
+        commit = commit_exact if form is verify_exact else commit_compiled
+        commit(after, [0], Factors(one.qk[:, 1], u, one.g), [[0]])
         outputs.append(o)
         factors.append(u)
         states.append(after)
@@ -112,8 +115,9 @@ def test_correlated_and_equal_keys(form: Verify, rows_count: int, correlation: f
     assert_near_reference(form, rows, torch.randn(1, 1, 64, 32, generator=generator), pack([chain(rows_count)]))
 
 
+@pytest.mark.parametrize("form", EXACT)
 @pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 3, 48, 80), (8, 8, 64, 64), (2, 4, 128, 128)])
-def test_exact_bits_are_those_of_plain_decoding(shape: tuple[int, int, int, int], threads: int) -> None:
+def test_exact_bits_are_those_of_plain_decoding(form: Verify, shape: tuple[int, int, int, int], threads: int) -> None:
     """Any tree, any batch, any place in it: every row is the row that one-token passes would have made."""
     rng, generator = random.Random(sum(shape)), torch.Generator().manual_seed(sum(shape))
     HV, K, V = shape[1:]
@@ -121,35 +125,37 @@ def test_exact_bits_are_those_of_plain_decoding(shape: tuple[int, int, int, int]
         batch = pack([random_tree(rng, n) for n in sizes])
         rows = random_rows(generator, batch.rows, *shape)
         state = torch.randn(len(sizes), HV, K, V, generator=generator)
-        o, u = verify_exact(*rows, state, batch)
-        serial_o, serial_u, _ = serial(rows, state, batch)
+        o, u = form(*rows, state, batch)
+        serial_o, serial_u, _ = serial(form, rows, state, batch)
         assert torch.equal(o, serial_o)
         assert torch.equal(u, serial_u)
 
 
+@pytest.mark.parametrize("form", EXACT)
 @pytest.mark.parametrize("sessions", range(1, 9))
-def test_exact_bits_do_not_depend_on_the_batch(sessions: int, threads: int) -> None:
+def test_exact_bits_do_not_depend_on_the_batch(form: Verify, sessions: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(7)
     topology = Topology.from_wire([-1, -1, 0, 2, 2])
     rows, state = random_rows(generator, 6, 8, 8, 64, 64), torch.randn(1, 8, 64, 64, generator=generator)
-    alone = torch.cat(verify_exact(*rows, state, pack([topology])), 2)
+    alone = torch.cat(form(*rows, state, pack([topology])), 2)
     others = random_rows(generator, 6 * sessions, 8, 8, 64, 64)
     states = torch.randn(sessions, 8, 64, 64, generator=generator)
     for place in {0, sessions // 2, sessions - 1}:
         for x, mine in zip((*others, states), (*rows, state), strict=True):
             x[place * len(mine) : (place + 1) * len(mine)] = mine
-        together = torch.cat(verify_exact(*others, states, pack([topology] * sessions)), 2)
+        together = torch.cat(form(*others, states, pack([topology] * sessions)), 2)
         assert torch.equal(together[6 * place : 6 * place + 6], alone)
 
 
-def test_exact_bits_do_not_depend_on_row_order_or_rejected_rows() -> None:
+@pytest.mark.parametrize("form", EXACT)
+def test_exact_bits_do_not_depend_on_row_order_or_rejected_rows(form: Verify) -> None:
     """The same path inside every tree of five rows gives the same bits."""
     generator = torch.Generator().manual_seed(8)
     rows, state = random_rows(generator, 5, 2, 2, 32, 32), torch.randn(1, 2, 32, 32, generator=generator)
     seen: dict[tuple[int, ...], Tensor] = {}
     for wire in itertools.product(*(range(-1, i) for i in range(4))):
         topology = Topology.from_wire(wire)
-        result = torch.cat(verify_exact(*rows, state, pack([topology])), 2)
+        result = torch.cat(form(*rows, state, pack([topology])), 2)
         for row in range(5):
             expected = seen.setdefault(tuple(topology.path(row)), result[row])
             assert torch.equal(result[row], expected)

@@ -36,9 +36,14 @@ SAMPLINGS = {
 }
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def engine(request: pytest.FixtureRequest, tiny_target_of: Callable[..., Path]) -> Engine:
-    return engine_of(tiny_target_of(**request.param))
+def engine(request: pytest.FixtureRequest, kernels: str, tiny_target_of: Callable[..., Path]) -> Engine:
+    return engine_of(tiny_target_of(**request.param), cpu_kernels=kernels)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())

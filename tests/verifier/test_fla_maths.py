@@ -40,7 +40,7 @@ def test_against_flas_recurrence(
     monkeypatch.setattr(reference, "gates", gates)
     folder, prompt = tiny_target_of(**shape), random_prompt(320, 70, seed=1)
     config = GatedDeltaNetConfig.from_folder(folder)
-    weights = prepare(config, load_checkpoint(folder, config).tensors, "exact")
+    weights = prepare(config, load_checkpoint(folder, config).tensors, "exact", "compiled")
     store = StateStore(config, 1)
     hidden = prefill_chunk(weights, torch.tensor(prompt), store.recurrent_state[0], store.conv_state[0], True)
     found = hidden[-1].double() @ weights.embeddings.double().T

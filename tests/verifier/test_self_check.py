@@ -1,6 +1,8 @@
 """The start-up proof of exact mode finds a product whose bits depend on the number of rows."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,18 +12,20 @@ from specla.kernels.dense import DenseWeight
 from specla.rpc.errors import InternalError
 from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.state import StateStore
-from specla.verifier_service.targets import gated_deltanet
+from specla.verifier_service.targets import compiled_pass, torch_pass
+from specla.verifier_service.targets.gated_deltanet import Linear, PassFactors
 
 
+@pytest.mark.parametrize("form", [compiled_pass, torch_pass])
 @pytest.mark.parametrize("culprit", ["all rows", "one row of seventeen"])
 def test_a_product_that_depends_on_its_rows_is_found(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, culprit: str
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, culprit: str, form: ModuleType
 ) -> None:
-    weights = engine_of(tiny_target).target.weights
+    weights = engine_of(tiny_target, cpu_kernels=form.__name__.rpartition(".")[2].removesuffix("_pass")).target.weights
     store = StateStore(weights.config, 1)
     prove_exact(weights, store, max_rows=33)
     assert not store.recurrent_state.any()
-    right = gated_deltanet.exact_linear
+    right: Linear = form.exact_linear
 
     def wrong(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
         y = right(x, weight)
@@ -29,7 +33,28 @@ def test_a_product_that_depends_on_its_rows_is_found(
             y[(slice(None) if culprit == "all rows" else 16), 0] *= 1 + 2**-20
         return y
 
-    monkeypatch.setattr(gated_deltanet, "exact_linear", wrong)
+    monkeypatch.setattr(form, "exact_linear", wrong)
     with pytest.raises(InternalError, match="the 17 rows") as error:
         prove_exact(weights, store, max_rows=33)
     assert "fast" in error.value.hint
+
+
+@pytest.mark.parametrize("form", [compiled_pass, torch_pass])
+def test_a_commit_of_other_bits_is_found(tiny_target: Path, monkeypatch: pytest.MonkeyPatch, form: ModuleType) -> None:
+    weights = engine_of(tiny_target, cpu_kernels=form.__name__.rpartition(".")[2].removesuffix("_pass")).target.weights
+    factors = next(value for name, value in vars(form).items() if name.endswith("Factors") and hasattr(value, "apply"))
+    right = factors.apply
+
+    def wrong(
+        self: PassFactors,
+        recurrent_state: torch.Tensor,
+        conv_state: torch.Tensor,
+        slots: Sequence[int],
+        paths: Sequence[Sequence[int]],
+    ) -> None:
+        right(self, recurrent_state, conv_state, slots, paths)
+        recurrent_state[slots[0], 0, 0] *= 1 + 2**-20
+
+    monkeypatch.setattr(factors, "apply", wrong)
+    with pytest.raises(InternalError, match="are committed"):
+        prove_exact(weights, StateStore(weights.config, 1), max_rows=33)

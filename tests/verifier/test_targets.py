@@ -18,7 +18,8 @@ from specla.kernels.tree import pack
 from specla.rpc.errors import UnsupportedModelError
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
-from specla.verifier_service.targets.gated_deltanet import Mode, prefill_chunk, prepare, tree_pass
+from specla.verifier_service.targets.gated_deltanet import Kernels, Mode, prefill_chunk, prepare
+from specla.verifier_service.targets.tree_pass import tree_pass
 from specla.verifier_service.targets.weights import load_checkpoint
 
 VOCAB = 320
@@ -34,13 +35,16 @@ def rms_ratio(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_logits_against_float64(tiny_target_of: Callable[..., Path], shape: dict[str, Any], mode: Mode) -> None:
+def test_logits_against_float64(
+    tiny_target_of: Callable[..., Path], shape: dict[str, Any], mode: Mode, kernels: Kernels
+) -> None:
     """Prefill in two chunks, then two sessions' trees in one pass, against one float64 tree from the empty state."""
     folder = tiny_target_of(**shape)
     config = GatedDeltaNetConfig.from_folder(folder)
-    weights = prepare(config, load_checkpoint(folder, config).tensors, mode)
+    weights = prepare(config, load_checkpoint(folder, config).tensors, mode, kernels)
     store = StateStore(config, 2)
     wire = [[-1, 0, 0, 1, 3, -1, 5], [-1, 0, 1, 2]]
     prompts = [random_prompt(VOCAB, 90, 1), random_prompt(VOCAB, 2, 2)]

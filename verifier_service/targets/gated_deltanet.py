@@ -1,32 +1,27 @@
-"""The Gated DeltaNet language model over prepared weights: one function for tree passes, one for prefill.
+"""The Gated DeltaNet language model: its prepared weights, what a tree pass returns, and prefill.
 
-A block is x + mixer(norm(x)), then x + mlp(norm(x)). Tree passes leave the sessions' state as it is and return what a
-later commit needs (`PassFactors`); prefill advances the state itself.
+A block is x + mixer(norm(x)), then x + mlp(norm(x)). Tree passes (tree_pass.py) leave the sessions' state as it is and
+return what a later commit needs (`PassFactors`); prefill advances the state itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specla.kernels.chunked import chunk_gated_delta_rule
-from specla.kernels.commit import Factors, commit_exact, commit_fast
-from specla.kernels.convolution import tree_convolution
-from specla.kernels.dense import DenseWeight, exact_linear, fast_linear
-from specla.kernels.factorised import verify_fast
-from specla.kernels.gated_delta import verify_exact
-from specla.kernels.rowwise import GateParameters, gate_parameters, gates, l2_normalise, rms_norm, silu
-from specla.kernels.tree import TreeBatch
+from specla.kernels.dense import DenseWeight, exact_linear
+from specla.kernels.rowwise import GateParameters, gate_parameters, gates, rms_norm, silu
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.weights import EMBEDDINGS, HEAD
 
 Mode = Literal["exact", "fast"]
+Kernels = Literal["compiled", "torch"]
 Linear = Callable[[Tensor, DenseWeight], Tensor]
 
 L2_EPS = torch.tensor(1e-6)  # of the normalisation of q and k, fixed in fla's kernels
@@ -53,6 +48,7 @@ class TargetWeights:
 
     config: GatedDeltaNetConfig
     mode: Mode
+    kernels: Kernels
     embeddings: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
@@ -74,19 +70,24 @@ class TargetWeights:
         return [*inner, self.head]
 
 
-@dataclass(frozen=True)
-class PassFactors:
-    """What one pass's R rows would do to state and windows, a list entry a layer."""
+class PassFactors(Protocol):
+    """What one pass's rows would do to states and windows; kept until the session runs again."""
 
-    k: list[Tensor]  # [R, H, K]
-    u: list[Tensor]  # [R, HV, V]
-    g: list[Tensor]  # [R, HV]
-    conv_inputs: list[Tensor]  # [B (W - 1) + R, D]
+    def apply(
+        self,
+        recurrent_state: Tensor,
+        conv_state: Tensor,
+        slots: Sequence[int],
+        paths: Sequence[Sequence[int]],
+    ) -> None:
+        """Apply accepted paths of the pass to the stores, all layers at once.
 
-    @cached_property
-    def factors(self) -> Factors:
-        """All layers' factors side by side, layer l's heads from l * H (l * HV) on, so that one commit serves all."""
-        return Factors(*(torch.stack(x, 1).flatten(1, 2) for x in (self.k, self.u, self.g)))
+        Args:
+            recurrent_state: float32 [slots, L, HV, K, V], written at `slots`.
+            conv_state: float32 [slots, W - 1, L, D], likewise.
+            slots: a slot for each path, all different.
+            paths: rows of the pass, root first, none empty.
+        """
 
 
 class TreePass(NamedTuple):
@@ -101,7 +102,7 @@ class TreePass(NamedTuple):
     factors: PassFactors
 
 
-def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mode) -> TargetWeights:
+def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mode, kernels: Kernels) -> TargetWeights:
     """Merge projections and lay the weights out for passes; `tensors` as `load_checkpoint` gives them."""
     layers = []
     for i in range(config.num_hidden_layers):
@@ -112,6 +113,7 @@ def prepare(config: GatedDeltaNetConfig, tensors: Mapping[str, Tensor], mode: Mo
     return TargetWeights(
         config=config,
         mode=mode,
+        kernels=kernels,
         embeddings=embeddings,
         layers=tuple(layers),
         norm=norm,
@@ -166,53 +168,6 @@ def unit_rms(x: Tensor, eps: Tensor) -> Tensor:
     return x * scale
 
 
-def tree_pass(
-    weights: TargetWeights,
-    tokens: Tensor,
-    batch: TreeBatch,
-    recurrent_state: Tensor,
-    conv_state: Tensor,
-    slots: Sequence[int],
-    want_logits: bool = True,
-) -> TreePass:
-    """Run all rows of a batch of sessions through the model; the stored state is read, never written.
-
-    Args:
-        weights: the model.
-        tokens: int64 [R], the batch's rows.
-        batch: which row follows which.
-        recurrent_state: float32 [slots, L, HV, K, V], as it stands before each session's root.
-        conv_state: float32 [slots, W - 1, L, D], likewise.
-        slots: [B], each session's slot.
-        want_logits: whether to multiply by the head.
-    """
-    linear: Linear = exact_linear if weights.mode == "exact" else fast_linear
-    verify = verify_exact if weights.mode == "exact" else verify_fast
-    config, R = weights.config, batch.rows
-    factors = PassFactors([], [], [], [])
-    hidden = []
-    states, windows = _sessions(recurrent_state, slots, 1), _sessions(conv_state, slots, 2)
-    x = weights.embeddings.index_select(0, tokens)  # [R, hidden]
-    for layer, state, window in zip(weights.layers, states, windows, strict=True):
-        raw, ab, gate = _projected(weights, layer, x, linear)
-        y, inputs = tree_convolution(raw, window, layer.conv, batch)
-        qk, v = y.split([2 * config.key_dim, config.value_dim], 1)
-        qk = l2_normalise(qk.view(R, 2, config.num_heads, config.head_dim))
-        g, beta = gates(ab, layer.gates)
-        o, u = verify(qk, v.view(R, config.value_heads, config.head_v_dim), g, beta, state, batch)
-        factors.k.append(qk[:, 1])
-        factors.u.append(u)
-        factors.g.append(g)
-        factors.conv_inputs.append(inputs)
-        x = x + linear(_mixer_output(weights, o, gate), layer.o_proj)
-        x = x + _mlp(weights, layer, x, linear)
-        hidden.append(x)
-    if not want_logits:
-        return TreePass(None, hidden, factors)
-    hidden.append(rms_norm(x, weights.norm, config.norm_eps))
-    return TreePass(linear(hidden[-1], weights.head), hidden, factors)
-
-
 def prefill_chunk(
     weights: TargetWeights, tokens: Tensor, recurrent_state: Tensor, conv_state: Tensor, want_final_norm: bool
 ) -> list[Tensor]:
@@ -234,7 +189,7 @@ def prefill_chunk(
     T, hidden = tokens.shape[0], []
     x = weights.embeddings.index_select(0, tokens)  # [T, hidden]
     for layer, state, window in zip(weights.layers, recurrent_state, conv_state.unbind(1), strict=True):
-        raw, ab, gate = _projected(weights, layer, x, exact_linear)
+        raw, ab, gate = projected(weights, layer, x, exact_linear)
         qk, v = _convolve_chunk(raw, window, layer.conv).split([2 * config.key_dim, config.value_dim], 1)
         qk = unit_rms(qk.view(1, T, 2, config.num_heads, config.head_dim), L2_EPS)
         g, beta = gates(ab, layer.gates)
@@ -248,43 +203,15 @@ def prefill_chunk(
             chunk_size=SCAN_CHUNK,
         )
         state.copy_(final_state[0])
-        x = x + exact_linear(_mixer_output(weights, o[0], gate), layer.o_proj)
-        x = x + _mlp(weights, layer, x, exact_linear)
+        x = x + exact_linear(mixer_output(weights, o[0], gate), layer.o_proj)
+        x = x + mlp(weights, layer, x, exact_linear)
         hidden.append(x)
     if want_final_norm:
         hidden.append(rms_norm(x, weights.norm, config.norm_eps))
     return hidden
 
 
-def commit(
-    weights: TargetWeights,
-    factors: PassFactors,
-    recurrent_state: Tensor,
-    slots: Sequence[int],
-    paths: Sequence[Sequence[int]],
-) -> None:
-    """Apply accepted paths of an earlier pass to the stored recurrent state, all layers at once.
-
-    Args:
-        weights: the model.
-        factors: of the pass that verified the paths.
-        recurrent_state: float32 [slots, L, HV, K, V], written at `slots`.
-        slots: a slot for each path.
-        paths: rows of that pass's batch, root first; empty leaves a slot as it is.
-    """
-    apply = commit_exact if weights.mode == "exact" else commit_fast
-    apply(recurrent_state.flatten(1, 2), slots, factors.factors, paths)
-
-
-def _sessions(store: Tensor, slots: Sequence[int], layer_dim: int) -> Iterable[Tensor]:
-    """A store's entries of these slots, layer by layer, contiguous [B, ...]: views for one session."""
-    if len(slots) == 1:
-        return store[slots[0] : slots[0] + 1].unbind(layer_dim)
-    index = torch.tensor(slots)
-    return (layer.index_select(0, index) for layer in store.unbind(layer_dim))
-
-
-def _projected(
+def projected(
     weights: TargetWeights, layer: LayerWeights, x: Tensor, linear: Linear
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Norm and project: raw convolution inputs [R, D], the gates' a and b [R, P], the output gate [R, HV V] if any."""
@@ -298,7 +225,7 @@ def _projected(
     return raw, ab, None
 
 
-def _mixer_output(weights: TargetWeights, o: Tensor, gate: Tensor | None) -> Tensor:
+def mixer_output(weights: TargetWeights, o: Tensor, gate: Tensor | None) -> Tensor:
     """Norm the heads' outputs and gate them: [R, HV, V] to [R, HV * V]."""
     o = unit_rms(o, weights.head_eps).flatten(1)
     if gate is None:
@@ -308,7 +235,7 @@ def _mixer_output(weights: TargetWeights, o: Tensor, gate: Tensor | None) -> Ten
     return o.mul_(silu(gate))
 
 
-def _mlp(weights: TargetWeights, layer: LayerWeights, x: Tensor, linear: Linear) -> Tensor:
+def mlp(weights: TargetWeights, layer: LayerWeights, x: Tensor, linear: Linear) -> Tensor:
     """SwiGLU of the normed stream: [R, hidden] to [R, hidden]."""
     both = linear(unit_rms(x, weights.stream_eps), layer.gate_up)  # [R, 2 * mlp]
     gate, up = both.split(weights.config.mlp_dim, 1)
