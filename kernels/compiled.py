@@ -110,14 +110,15 @@ def convolve(inputs: Array, taps: Array, weight: Array, y: Array) -> None:
     """
     width, channels = weight.shape
     for r in range(y.shape[0]):
+        out, source, tap = y[r], inputs[taps[0, r]], weight[0]
         for d in range(channels):
-            y[r, d] = inputs[taps[0, r], d] * weight[0, d]
+            out[d] = source[d] * tap[d]
         for w in range(1, width):
-            source = taps[w, r]
+            source, tap = inputs[taps[w, r]], weight[w]
             for d in range(channels):
-                y[r, d] += inputs[source, d] * weight[w, d]
+                out[d] += source[d] * tap[d]
         for d in range(channels):
-            y[r, d] = _silu(y[r, d])
+            out[d] = _silu(out[d])
 
 
 @_compiled
@@ -127,16 +128,17 @@ def normalise(y: Array, q: Array, k: Array) -> None:
     q_scale = _f4(1.0 / math.sqrt(width))
     for r in range(rows):
         for h in range(heads):
-            q_at, k_at = h * width, (heads + h) * width
+            q_raw, k_raw = y[r, h * width : (h + 1) * width], y[r, (heads + h) * width : (heads + h + 1) * width]
+            q_row, k_row = q[r, h], k[r, h]
             q_squares, k_squares = _ZERO, _ZERO
             for i in range(width):
-                q_squares += y[r, q_at + i] * y[r, q_at + i]
-                k_squares += y[r, k_at + i] * y[r, k_at + i]
+                q_squares += q_raw[i] * q_raw[i]
+                k_squares += k_raw[i] * k_raw[i]
             q_factor = q_scale / np.sqrt(q_squares + _f4(L2_EPS))
             k_factor = _ONE / np.sqrt(k_squares + _f4(L2_EPS))
             for i in range(width):
-                q[r, h, i] = y[r, q_at + i] * q_factor
-                k[r, h, i] = y[r, k_at + i] * k_factor
+                q_row[i] = q_raw[i] * q_factor
+                k_row[i] = k_raw[i] * k_factor
 
 
 @_compiled
@@ -220,9 +222,10 @@ def recur(
                         recalled[j] += k_i * S_i[j]
                 decay, strength = alpha[r, h], beta[r, h]
                 pull, first = decay * strength, v_at + h * V
+                v_row, o_row = v[r, first : first + V], o[r, h]
                 for j in range(V):
-                    u_row[j] = strength * v[r, first + j] - pull * recalled[j]
-                    o[r, h, j] = decay * read[j] + overlap * u_row[j]
+                    u_row[j] = strength * v_row[j] - pull * recalled[j]
+                    o_row[j] = decay * read[j] + overlap * u_row[j]
                 if kept[r] >= 0:
                     own = scratch[kept[r]]
                     for i in range(K):
@@ -246,20 +249,23 @@ def gate_output(o: Array, projected: Array, at: int, with_silu: bool, eps: float
     rows, heads, width = o.shape
     for r in range(rows):
         for h in range(heads):
+            first = h * width
+            o_row, out_row = o[r, h], out[r, first : first + width]
             squares = _ZERO
             for j in range(width):
-                squares += o[r, h, j] * o[r, h, j]
+                squares += o_row[j] * o_row[j]
             scale = _ONE / np.sqrt(squares + _f4(eps))
-            first = h * width
             if at < 0:
                 for j in range(width):
-                    out[r, first + j] = o[r, h, j] * scale
-            elif with_silu:
+                    out_row[j] = o_row[j] * scale
+                continue
+            gate_row = projected[r, at + first : at + first + width]
+            if with_silu:
                 for j in range(width):
-                    out[r, first + j] = o[r, h, j] * scale * _silu(projected[r, at + first + j])
+                    out_row[j] = o_row[j] * scale * _silu(gate_row[j])
             else:
                 for j in range(width):
-                    out[r, first + j] = o[r, h, j] * scale / (_ONE + _exp(-projected[r, at + first + j]))
+                    out_row[j] = o_row[j] * scale / (_ONE + _exp(-gate_row[j]))
 
 
 @_compiled
