@@ -111,7 +111,7 @@ def drafters(
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 12,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     max_tokens: Annotated[int, typer.Option(min=1)] = 192,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,0.7,1",
     numerics: NumericsOption = "exact",
     json: JsonOption = None,
 ) -> None:
@@ -124,27 +124,29 @@ def drafters(
     all_names = [name.strip() for name in names.split(",")]
     folder = target or default_target()
     made = Report(title="Drafters over plain decoding", device=cpu_name())
-    made.notes.update(temperature=temperature, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
-    ratios = {}
+    made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
     with (
         Local(folder, drafters=[n for n in all_names if n != "none"], numerics=numerics) as local,
         _progress() as progress,
     ):
         made.notes["numerics_id"] = local.model().numerics_id
-        for domain in (work.REPEATING, work.PROSE):
-            chosen = load(prompts, domain=domain, limit=limit)
-            task = progress.add_task(domain, total=rounds * len(chosen) * len(all_names))
-            timed = work.measure(
-                local,
-                chosen,
-                all_names,
-                rounds=rounds,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
-            )
-            ratios[domain] = work.add_rows(made, domain, timed, prompts=len(chosen))
-    work.add_goals(made, ratios[work.REPEATING], ratios[work.PROSE])
+        for degrees in (float(value) for value in temperatures.split(",")):
+            ratios = {}
+            for domain in (work.REPEATING, work.PROSE):
+                chosen = load(prompts, domain=domain, limit=limit)
+                case = f"{domain}, T = {degrees:g}"
+                task = progress.add_task(case, total=rounds * len(chosen) * len(all_names))
+                timed = work.measure(
+                    local,
+                    chosen,
+                    all_names,
+                    rounds=rounds,
+                    max_tokens=max_tokens,
+                    temperature=degrees,
+                    progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
+                )
+                ratios[domain] = work.add_rows(made, case, timed, prompts=len(chosen))
+            work.add_goals(made, degrees, ratios[work.REPEATING], ratios[work.PROSE])
     _finish(made, json)
 
 

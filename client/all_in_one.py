@@ -11,7 +11,7 @@ from specla.client.coordinator.coordinator import Coordinator
 from specla.client.server import generation_server
 from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DrafterConfig
-from specla.rpc.serving import ServingConfig
+from specla.rpc.settings import ServingConfig
 from specla.verifier_service.config import VerifierConfig
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.serving import ServingConfig
+from specla.rpc.settings import ServingConfig
 
 DEFAULT_DRAFTERS = ("suffix", "lookup")  # of one process, the preferred one first
 

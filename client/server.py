@@ -12,7 +12,8 @@ from specla.client.coordinator.connections import Connections
 from specla.client.coordinator.coordinator import Coordinator
 from specla.client.default_target import default_target
 from specla.client.tokenizer import Tokenizer
-from specla.rpc.serving import GrpcServer, ServingConfig
+from specla.rpc.serving import GrpcServer
+from specla.rpc.settings import ServingConfig
 from specla.v1 import generation_pb2, generation_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.serving import ServingConfig
+from specla.rpc.settings import ServingConfig
 
 KNOWN = ("none", "lookup", "suffix", "random", "oracle")
 PATTERN = re.compile(r"(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")

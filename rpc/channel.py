@@ -8,9 +8,9 @@ from google.rpc import status_pb2
 
 from specla.rpc import errors
 from specla.rpc.errors import SpeclaError
+from specla.rpc.settings import MAX_MESSAGE_BYTES
 from specla.rpc.status import from_status
 
-MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 100,000 ids is 400 KiB, a slab of features some MiB
 UNARY_DEADLINE_S = 5.0
 CONNECT_DEADLINE_S = 10.0
 

@@ -1,25 +1,20 @@
 """What stands around every call of a server: errors to status, a limit on calls, the set of calls in flight.
 
-An exception of ours reaches the client with its details; any other becomes INTERNAL with an id and
-nothing of its text, which could hold a prompt. The log gets the trace under that id.
+An exception of ours reaches the client with its details; any other becomes INTERNAL (see faults.py).
 """
 
 import asyncio
 import inspect
-import secrets
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import structlog
 from grpc_status import rpc_status
 
-from specla.rpc.errors import CapacityError, InternalError, SpeclaError
+from specla.rpc.errors import CapacityError, SpeclaError
+from specla.rpc.faults import internal_error
 from specla.rpc.status import to_status
-
-log = structlog.get_logger("specla.rpc")
 
 # A probe or a question about the API must be answered by a server that is full.
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
@@ -108,16 +103,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
         finally:
             self.calls.discard(task)
             self._counted -= counts
-
-
-def internal_error(where: str, error: BaseException) -> InternalError:
-    """An InternalError for an exception that is a fault of ours; logs its type and trace, never its text."""
-    error_id = secrets.token_hex(6)
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    log.error("internal error", error_id=error_id, where=where, type=type(error).__name__, trace=frames)
-    return InternalError(
-        "internal error", hint=f"The server's log has it under {error_id}", metadata={"error_id": error_id}
-    )
 
 
 async def _abort(context: Context, error: SpeclaError) -> None:

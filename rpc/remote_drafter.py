@@ -9,7 +9,7 @@ import grpc
 
 from specla.rpc.channel import CONNECT_DEADLINE_S, UNARY_DEADLINE_S, ClientTls, from_rpc_error, open_channel
 from specla.rpc.errors import DeadlineError, ServiceUnavailableError, SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
 from specla.v1 import drafter_pb2, drafter_pb2_grpc
 

@@ -13,7 +13,7 @@ import grpc
 
 from specla.rpc.channel import from_rpc_error
 from specla.rpc.errors import ServiceUnavailableError, SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
 from specla.rpc.waker import LoopWaker
 

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from specla.rpc.errors import InvalidRequestError, ServiceUnavailableError, SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.status import to_status
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import SessionCommand, SessionEvent

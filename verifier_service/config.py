@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.serving import ServingConfig
+from specla.rpc.settings import ServingConfig
 
 MAX_ROWS = 129  # the root and 128 candidates, DESIGN's limit of one session's pass
 SHIPPED_TARGET = Path(__file__).resolve().parent.parent / "models"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from specla.kernels.sampling import RowLogprobs
 from specla.rpc.errors import AttachRefusedError, InvalidRequestError, SpeclaError, UnknownSessionError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.status import to_status
 from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionEvent, Verdict, VerdictItem

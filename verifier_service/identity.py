@@ -1,6 +1,6 @@
 """Who a verifier is and what it accepts, read off its engine once."""
 
-from specla.rpc.channel import MAX_MESSAGE_BYTES
+from specla.rpc.settings import MAX_MESSAGE_BYTES
 from specla.v1 import verifier_pb2
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from specla.kernels.sampling import RowLogprobs
 from specla.kernels.topology import Topology
 from specla.rpc.errors import SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import SessionEvent
 from specla.verifier_service.config import VerifierConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from specla.rpc.errors import CapacityError, ServiceUnavailableError, SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent, VerdictItem

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 
 from specla.rpc.errors import SpeclaError
-from specla.rpc.interceptors import internal_error
+from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
 from specla.rpc.waker import speed_up_hops
 from specla.v1 import verifier_pb2

@@ -6,7 +6,7 @@ import pytest
 
 from specla.drafter_service.config import DrafterConfig
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.serving import ServingConfig
+from specla.rpc.settings import ServingConfig
 
 
 @pytest.mark.parametrize(

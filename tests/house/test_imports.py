@@ -1,6 +1,7 @@
 """The arrows between the parts: who may import whom, read from the source of every file."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,15 @@ ARROWS: dict[str, set[str]] = {
     "specla.benchmarks": _SHARED | _SERVICES | {"specla.kernels", "specla.client", "specla.training", "specla.models"},
 }
 # Engines know nothing of gRPC: in the services only the server does, in rpc/ these do not, in kernels/ none does.
-_GRPC_FREE = {"specla.kernels", "specla.rpc.errors", "specla.rpc.links", "specla.rpc.status"} | _SERVICES
+_GRPC_FREE = {
+    "specla.kernels",
+    "specla.rpc.errors",
+    "specla.rpc.faults",
+    "specla.rpc.links",
+    "specla.rpc.settings",
+    "specla.rpc.status",
+    "specla.rpc.waker",
+} | _SERVICES
 _GRPC_USERS = {"specla.verifier_service.server", "specla.drafter_service.server"}
 
 
@@ -122,3 +131,13 @@ def test_allowed_imports_pass(tmp_path: Path, path: str, line: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(line + "\n")
     assert violations(tmp_path, [Path(path)]) == []
+
+
+def test_the_engines_run_without_grpc() -> None:
+    """Not by their own imports alone: nothing that they bring along imports it either."""
+    program = "import importlib, sys\nfor name in ('grpc', 'grpc_health', 'grpc_reflection', 'grpc_status'):\n"
+    program += "    sys.modules[name] = None\nfor module in sys.argv[1:]: importlib.import_module(module)"
+    engines = ["specla.verifier_service.scheduler", "specla.verifier_service.engine", "specla.drafter_service.local"]
+    done = subprocess.run([sys.executable, "-c", program, *engines], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert subprocess.run([sys.executable, "-c", program, "specla.rpc.channel"], capture_output=True).returncode == 1

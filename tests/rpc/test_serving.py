@@ -15,7 +15,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from specla.rpc.channel import MAX_MESSAGE_BYTES, ClientTls, from_rpc_error, open_channel
+from specla.rpc.channel import ClientTls, from_rpc_error, open_channel
 from specla.rpc.errors import (
     CapacityError,
     DeadlineError,
@@ -25,7 +25,8 @@ from specla.rpc.errors import (
     SpeclaError,
     UnknownSessionError,
 )
-from specla.rpc.serving import GrpcServer, ServingConfig, is_loopback
+from specla.rpc.serving import GrpcServer
+from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig, is_loopback
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SECRET = "the prompt of somebody"
