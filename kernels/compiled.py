@@ -11,6 +11,7 @@ batch or the vector unit, and a state committed from factors has the bits of one
 Functions take NumPy arrays, C-contiguous, float32 unless said otherwise; dimensions as in the PyTorch forms.
 """
 
+import logging
 import math
 from typing import Any
 
@@ -19,6 +20,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+_log = logging.getLogger(__name__)
 
 _f4 = np.float32
 _ZERO, _ONE = _f4(0.0), _f4(1.0)
@@ -33,8 +36,12 @@ _P2, _P1, _P0 = _f4(4.1665795894e-2), _f4(1.6666665459e-1), _f4(5.0000001201e-1)
 
 
 def _compiled(function: Any) -> Any:
-    """Compiled at the first call and kept on disk; runs without the interpreter's lock."""
-    return njit(nogil=True, error_model="numpy", cache=True)(function)
+    """Compiled at the first call and kept on disk (see NUMBA_CACHE_DIR); runs without the interpreter's lock."""
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError as error:
+        _log.warning("compiling anew at every start: %s", error)
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 @_compiled

@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-_MOST_ROWS = 24  # of one result in README; all of them stand in its JSON
+_MOST_ROWS = 24  # of one result in README; all of them, and what they were made from, stand in its JSON
 
 
 def figure(value: float) -> str:
@@ -30,7 +30,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def section(name: str, result: dict[str, Any]) -> list[str]:
-    """One result: what ran where, every goal met or not, and the first rows."""
+    """One result: what ran where, every goal met or not, and the first ratios."""
     versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items() if key in ("python", "torch"))
     lines = [f"### {result['title']}", "", f"`{result['command']}`, {result['date']}, {result['device']} ({versions})"]
     if result["goals"]:
@@ -41,6 +41,7 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
             goals.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
         lines += ["", *table(["asked for", "goal", "measured", "met"], goals)]
     if result["rows"]:
+        ratios = [row for row in result["rows"] if row["unit"] == "x"] or result["rows"]
         rows = [
             [
                 row["case"],
@@ -49,12 +50,12 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
                 f"{figure(row['low'])} .. {figure(row['high'])}",
                 row["unit"],
             ]
-            for row in result["rows"][:_MOST_ROWS]
+            for row in ratios[:_MOST_ROWS]
         ]
         more = len(result["rows"]) - len(rows)
         lines += [
             "",
-            "<details><summary>rows</summary>",
+            "<details><summary>ratios</summary>",
             "",
             *table(["case", "", "median", "spread", "unit"], rows),
             "",

@@ -13,7 +13,7 @@ from specla.client.default_target import default_target
 from specla.client.logs import configure_logs
 from specla.rpc.errors import SpeclaError
 
-_PACKAGES = ("specla", "torch", "triton", "safetensors", "tokenizers", "numpy", "grpcio", "protobuf")
+_PACKAGES = ("specla", "torch", "triton", "numba", "safetensors", "tokenizers", "numpy", "grpcio", "protobuf")
 _SELF_TEST_TOKENS = 8
 
 

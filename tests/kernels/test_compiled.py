@@ -5,6 +5,8 @@ The recurrence and the commit are tested beside the PyTorch forms, in test_gated
 
 import math
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -153,3 +155,19 @@ def test_a_nan_reaches_the_output() -> None:
     compiled.swiglu(both.numpy(), out.numpy())
     assert bool(out[0, 3].isnan())
     assert int(out.isnan().sum()) == 1
+
+
+def test_where_nothing_can_be_kept_on_disk_it_is_compiled_at_every_start() -> None:
+    """A read-only installation and a user without a home: slower to start, no failure."""
+    program = (
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "import numpy as np\n"
+        "from specla.kernels import compiled\n"
+        "out = np.empty((1, 2), np.float32)\n"
+        "compiled.swiglu(np.full((1, 4), 2, np.float32), out)\n"
+        "print(out[0, 0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert abs(float(done.stdout) - 4 / (1 + math.exp(-2))) < 1e-6
+    assert "compiling anew at every start" in done.stderr

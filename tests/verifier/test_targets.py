@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,17 @@ def test_a_tied_checkpoint_may_hold_its_head_twice(tiny_target: Path, tmp_path: 
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = load_checkpoint(tmp_path, GatedDeltaNetConfig.from_folder(tiny_target))
     assert "lm_head.weight" not in checkpoint.tensors
+
+
+def test_the_torch_form_runs_without_numba(tiny_target: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['numba'] = None\n"
+        "from specla.client import Local\n"
+        "from specla.verifier_service.config import VerifierConfig\n"
+        "with Local(verifier=VerifierConfig(target=sys.argv[1], cpu_kernels='torch', threads=1)) as local:\n"
+        "    print(len(local.generate('a', max_tokens=4, ignore_eos=True).token_ids))\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny_target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr

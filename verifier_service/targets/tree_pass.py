@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specla.kernels.tree import TreeBatch
-from specla.verifier_service.targets.compiled_pass import compiled_tree_pass
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, TreePass
 from specla.verifier_service.targets.torch_pass import torch_tree_pass
 
@@ -30,5 +29,9 @@ def tree_pass(
         slots: [B], each session's slot.
         want_logits: whether to multiply by the head.
     """
-    run = compiled_tree_pass if weights.kernels == "compiled" else torch_tree_pass
-    return run(weights, tokens, batch, recurrent_state, conv_state, slots, want_logits)
+    if weights.kernels == "torch":
+        return torch_tree_pass(weights, tokens, batch, recurrent_state, conv_state, slots, want_logits)
+    # Imported here: the PyTorch form must run where numba does not.
+    from specla.verifier_service.targets.compiled_pass import compiled_tree_pass
+
+    return compiled_tree_pass(weights, tokens, batch, recurrent_state, conv_state, slots, want_logits)
