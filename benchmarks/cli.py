@@ -151,6 +151,41 @@ def drafters(
 
 
 @bench.command()
+def price(
+    target: TargetOption = None,
+    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,suffix",
+    prompts: PromptsOption = HELD_OUT,
+    limit: Annotated[int, typer.Option(min=2, help="Prompts, of all kinds.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    json: JsonOption = None,
+) -> None:
+    """Exact numerics over fast, whole texts through services; exits 1 if exact costs more than a default may."""
+    from specla.benchmarks import price as work
+    from specla.benchmarks.identity import Generator
+    from specla.benchmarks.prompt_set import load
+    from specla.benchmarks.services import services
+    from specla.client.default_target import default_target
+
+    names = [name.strip() for name in drafters.split(",")]
+    chosen = load(prompts, limit=limit)
+    made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
+    made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
+    with ExitStack() as stack, _progress() as progress:
+        task = progress.add_task("texts", total=2 * len(chosen) * len(names))
+        generators: dict[str, Generator] = {
+            numerics: stack.enter_context(
+                services(target or default_target(), names, verifier_options=[f"--numerics={numerics}"])
+            )
+            for numerics in NUMERICS
+        }
+        for generator in generators.values():
+            generator.generate("warm up", drafter="none", max_tokens=4, temperature=0.0, seed=0)
+        taken = work.measure(generators, chosen, names, max_tokens=max_tokens, progress=lambda: progress.advance(task))
+    work.add_to(made, taken)
+    _finish(made, json)
+
+
+@bench.command()
 def passes(
     target: TargetOption = None,
     rows: Annotated[str, typer.Option(help="Rows of a pass, root included; separated by commas.")] = "2,5,9,17",
