@@ -34,12 +34,12 @@ class LoopThread:
         with self._submitting:
             if self._closing:
                 work.close()
-                raise SessionCancelledError("this client is closed", hint="make a new one")
+                raise SessionCancelledError("this client is closed", hint="Make a new one")
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except CancelledError:
-            raise SessionCancelledError("this client was closed", hint="close it when its work is done") from None
+            raise SessionCancelledError("this client was closed", hint="Close it when its work is done") from None
         except BaseException:
             future.cancel()
             raise

@@ -52,6 +52,6 @@ class CoordinatorConfig(ServingConfig):
         ):
             value = getattr(self, name)
             if not low <= value <= high:
-                raise InvalidRequestError(name, f"{name} is {value}", hint=f"it must lie in [{low}, {high}]")
+                raise InvalidRequestError(name, f"{name} is {value}", hint=f"It must lie in [{low}, {high}]")
         if not self.verifiers:
-            raise InvalidRequestError("verifiers", "there is no verifier", hint="name at least one HOST:PORT")
+            raise InvalidRequestError("verifiers", "there is no verifier", hint="Name at least one HOST:PORT")

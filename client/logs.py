@@ -19,9 +19,9 @@ def configure_logs(level: str = "info", form: str = "console") -> None:
         InvalidRequestError: no such level or form.
     """
     if level not in LEVELS:
-        raise InvalidRequestError("log_level", f"there is no log level {level!r}", hint=f"use {', '.join(LEVELS)}")
+        raise InvalidRequestError("log_level", f"there is no log level {level!r}", hint=f"Use {', '.join(LEVELS)}")
     if form not in FORMATS:
-        raise InvalidRequestError("log_format", f"there is no log format {form!r}", hint=f"use {', '.join(FORMATS)}")
+        raise InvalidRequestError("log_format", f"there is no log format {form!r}", hint=f"Use {', '.join(FORMATS)}")
     last: Any
     if form == "json":
         last = structlog.processors.JSONRenderer()

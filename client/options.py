@@ -132,5 +132,5 @@ class _naming:  # noqa: N801 (reads as a statement)
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError | TypeError):
             raise InvalidRequestError(
-                self._field, f"{self._field} cannot hold that value", hint="see specla/v1 for its type and range"
+                self._field, f"{self._field} cannot hold that value", hint="See specla/v1 for its type and range"
             ) from error

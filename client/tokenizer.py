@@ -31,7 +31,7 @@ class Tokenizer:
             self._fast = FastTokenizer.from_str(text.decode())
         except Exception as error:  # tokenizers raises plain Exception
             raise UnsupportedModelError(
-                "the tokenizer file cannot be read", hint="give a tokenizer.json of the tokenizers library"
+                "the tokenizer file cannot be read", hint="Give a tokenizer.json of the tokenizers library"
             ) from error
         self.pieces = token_pieces(self._fast)
         self.hash = hashlib.sha256(text).hexdigest()
@@ -48,7 +48,7 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise InvalidRequestError(
-                "tokenizer", "no tokenizer.json there", hint="give the target's folder or its tokenizer.json"
+                "tokenizer", "no tokenizer.json there", hint="Give the target's folder or its tokenizer.json"
             )
         return cls(file.read_bytes())
 
@@ -80,7 +80,7 @@ def token_pieces(fast: FastTokenizer) -> tuple[bytes, ...]:
     else:
         raise UnsupportedModelError(
             f"the tokenizer's decoder is {' + '.join(sorted(kinds)) or 'absent'}",
-            hint="supported are byte-level BPE and SentencePiece (Metaspace, ByteFallback)",
+            hint="Supported are byte-level BPE and SentencePiece (Metaspace, ByteFallback)",
         )
     vocabulary = fast.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)

@@ -66,7 +66,7 @@ class DrafterConfig(ServingConfig):
         """
         self.check_serving()
         if self.name not in KNOWN:
-            raise InvalidRequestError("name", f"no drafter is called {self.name!r}", hint=f"known: {', '.join(KNOWN)}")
+            raise InvalidRequestError("name", f"no drafter is called {self.name!r}", hint=f"Known: {', '.join(KNOWN)}")
         self._check("max_sessions", self.max_sessions >= 1, "1 or more")
         self._check("max_nodes", 1 <= self.max_nodes <= 128, "1 to 128")
         self._check("tau", math.isfinite(self.tau) and self.tau > 0, "a finite number above 0")
@@ -97,4 +97,4 @@ class DrafterConfig(ServingConfig):
 
     def _check(self, field: str, holds: bool, allowed: str) -> None:
         if not holds:
-            raise InvalidRequestError(field, f"{field} is {getattr(self, field)!r}", hint=f"allowed: {allowed}")
+            raise InvalidRequestError(field, f"{field} is {getattr(self, field)!r}", hint=f"Allowed: {allowed}")

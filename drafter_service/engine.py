@@ -66,10 +66,10 @@ class DraftEngine:
         session_id = request.session_id
         if len(session_id) != SESSION_ID_BYTES:
             raise InvalidRequestError(
-                "session_id", f"session_id has {len(session_id)} bytes", hint=f"it has {SESSION_ID_BYTES}"
+                "session_id", f"session_id has {len(session_id)} bytes", hint=f"It has {SESSION_ID_BYTES}"
             )
         if not request.attach_token:
-            raise InvalidRequestError("attach_token", "attach_token is empty", hint="the verifier issues it")
+            raise InvalidRequestError("attach_token", "attach_token is empty", hint="The verifier issues it")
         if session_id not in self._sessions and len(self._sessions) >= self._config.max_sessions:
             raise CapacityError(f"{len(self._sessions)} sessions are drafted for, the most allowed", retry_after_s=1.0)
         self._forget(session_id)

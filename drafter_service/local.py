@@ -183,7 +183,7 @@ class LocalDrafter:
         try:
             known = self._verifier.target().verifier_id
             if request.verifier_id != known:
-                hint = "it may have been started anew; ask it for a token again"
+                hint = "It may have been started anew; ask it for a token again"
                 raise InvalidRequestError(
                     "verifier_id", "the verifier is another one than the request names", hint=hint
                 )

@@ -103,7 +103,7 @@ class RemoteDrafter:
         except DeadlineError:
             await channel.close()
             raise ServiceUnavailableError(
-                f"no drafter answers at {address}", hint="start one there, or mend the address"
+                f"no drafter answers at {address}", hint="Start one there, or mend the address"
             ) from None
         except BaseException:
             await channel.close()

@@ -76,7 +76,7 @@ def read_file(path: Path, fields: Sequence[Field]) -> dict[str, Any]:
     unknown = sorted(content.keys() - known.keys())
     if unknown:
         raise InvalidRequestError(
-            "config", f"{path} has unknown keys: {', '.join(unknown)}", hint=f"known are {', '.join(sorted(known))}"
+            "config", f"{path} has unknown keys: {', '.join(unknown)}", hint=f"Known are {', '.join(sorted(known))}"
         )
     return {name: _from_file(known[name], value) for name, value in content.items()}
 
@@ -176,4 +176,4 @@ def _from_file(field: Field, value: Any) -> Any:
     if type(value) is field.kind:  # exactly: true is no number
         return value
     wanted = "a list of strings" if field.kind is tuple else field.kind.__name__
-    raise InvalidRequestError(field.name, f"{field.name} is {value!r}", hint=f"it must be {wanted}")
+    raise InvalidRequestError(field.name, f"{field.name} is {value!r}", hint=f"It must be {wanted}")

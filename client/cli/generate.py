@@ -72,7 +72,7 @@ def _generator(here: Here, there: There, options: Options) -> Any:
     if there.server is not None:
         for name, value in here._asdict().items():
             if value is not None:
-                raise InvalidRequestError(name, f"--{name} has no meaning with --server", hint="leave out one of them")
+                raise InvalidRequestError(name, f"--{name} has no meaning with --server", hint="Leave out one of them")
         from specla.client.sdk import Client
         from specla.rpc.channel import ClientTls
 
@@ -92,7 +92,7 @@ def _read_prompt(prompt: str) -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
-            "prompt", f"standard input is not UTF-8 at byte {error.start}", hint="give text"
+            "prompt", f"standard input is not UTF-8 at byte {error.start}", hint="Give text"
         ) from None
 
 

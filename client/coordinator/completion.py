@@ -41,7 +41,7 @@ class Completion:
         for token in resumed_ids:
             if self._append(token, drafted=False):
                 raise InvalidRequestError(
-                    "resumed_ids", "the resumed text already holds a stop string", hint="that text had ended"
+                    "resumed_ids", "the resumed text already holds a stop string", hint="That text had ended"
                 )
         self._given = len(self.tokens)
         self._text = ""

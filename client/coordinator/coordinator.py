@@ -64,7 +64,7 @@ class Coordinator:
         if target.tokenizer_hash not in ("", self._tokenizer.hash):
             raise UnsupportedModelError(
                 f"the verifier runs {target.model} with another tokenizer than this coordinator has",
-                hint="start the coordinator with the tokenizer.json of that model",
+                hint="Start the coordinator with the tokenizer.json of that model",
             )
         self._verifiers.add(VerifierMember(port, self._lost))
         log.info("verifier connected", model=target.model, numerics_id=target.numerics_id)
@@ -126,7 +126,7 @@ class Coordinator:
     def _some_verifier(self) -> VerifierMember:
         member = self._verifiers.choose()
         if member is None:
-            raise ServiceUnavailableError("no verifier is connected", hint="try again when one is")
+            raise ServiceUnavailableError("no verifier is connected", hint="Try again when one is")
         return member
 
     def _lost(self, member: VerifierMember) -> None:

@@ -92,7 +92,7 @@ class DrafterPool:
         return [member for name in wanted for member in fitting if member.name == name]
 
     def _known(self) -> str:
-        return "known are " + ", ".join(self.names())
+        return "Known are " + ", ".join(self.names())
 
 
 def union_of_features(members: Sequence[DrafterMember]) -> common_pb2.FeatureSpec:

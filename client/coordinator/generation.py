@@ -118,9 +118,9 @@ class Generation:
         if only and not isinstance(why, CapacityError) and self._pool.choose() is not None:
             return NumericsMismatchError(
                 "no verifier with the numerics_id of the text so far is available",
-                hint="wait for one, or set allow_other_numerics; the text may then differ from here on",
+                hint="Wait for one, or set allow_other_numerics; the text may then differ from here on",
             )
-        return why or ServiceUnavailableError("no verifier is available", hint="try again when one is connected")
+        return why or ServiceUnavailableError("no verifier is available", hint="Try again when one is connected")
 
     def _start(self, member: VerifierMember) -> verifier_pb2.Start:
         start = verifier_pb2.Start(
@@ -161,7 +161,7 @@ class Generation:
         self._bell.clear()
         if self._deadline is not None and self._loop.time() >= self._deadline:
             raise DeadlineError(
-                "the deadline passed before the text ended", hint="allow more time, or ask for fewer tokens"
+                "the deadline passed before the text ended", hint="Allow more time, or ask for fewer tokens"
             )
 
     def _on_alarm(self) -> None:

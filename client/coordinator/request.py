@@ -101,7 +101,7 @@ async def _prompt_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokeni
     else:
         ids = []
     if not ids:
-        raise InvalidRequestError("prompt", "the prompt is empty", hint="give text or token_ids, one token at least")
+        raise InvalidRequestError("prompt", "the prompt is empty", hint="Give text or token_ids, one token at least")
     if len(ids) > limit:
         raise _too_long(str(len(ids)), limit)
     return ids
@@ -111,7 +111,7 @@ def _too_long(tokens: str, limit: int) -> PromptTooLongError:
     return PromptTooLongError(
         "prompt",
         f"the prompt has {tokens} tokens, the limit is {limit}",
-        hint="shorten the prompt, or start the verifier with a higher max_prompt_tokens",
+        hint="Shorten the prompt, or start the verifier with a higher max_prompt_tokens",
         metadata={"max_prompt_tokens": str(limit)},
     )
 
@@ -123,16 +123,16 @@ def _check_sampling(sampling: common_pb2.Sampling, vocabulary: int) -> None:
         value = getattr(sampling, name)
         # Comparisons with NaN are false, so NaN is refused; an infinite value would pass an open range.
         if not (low <= value <= high and math.isfinite(value) and (inclusive or value > low)):
-            raise InvalidRequestError(f"sampling.{name}", f"{name} is {value:g}", hint=f"it must be {allowed}")
+            raise InvalidRequestError(f"sampling.{name}", f"{name} is {value:g}", hint=f"It must be {allowed}")
     _check_ids("sampling.logit_bias", list(sampling.logit_bias), vocabulary)
     for bias in sampling.logit_bias.values():
         if not math.isfinite(bias):
             raise InvalidRequestError(
-                "sampling.logit_bias", f"a logit_bias is {bias:g}", hint="use finite numbers; banned_ids bans a token"
+                "sampling.logit_bias", f"a logit_bias is {bias:g}", hint="Use finite numbers; banned_ids bans a token"
             )
     _check_ids("sampling.banned_ids", sampling.banned_ids, vocabulary)
     if len(set(sampling.banned_ids)) >= vocabulary:
-        raise InvalidRequestError("sampling.banned_ids", "every token is banned", hint="leave one to choose")
+        raise InvalidRequestError("sampling.banned_ids", "every token is banned", hint="Leave one to choose")
 
 
 def _check_stopping(
@@ -144,14 +144,14 @@ def _check_stopping(
         checked.max_tokens = max_new_tokens
     if not 1 <= checked.max_tokens <= max_new_tokens:
         raise InvalidRequestError(
-            "stopping.max_tokens", f"max_tokens is {checked.max_tokens}", hint=f"it must be from 1 to {max_new_tokens}"
+            "stopping.max_tokens", f"max_tokens is {checked.max_tokens}", hint=f"It must be from 1 to {max_new_tokens}"
         )
     if len(checked.stop) > max_stop_strings:
         raise InvalidRequestError(
-            "stopping.stop", f"there are {len(checked.stop)} stop strings", hint=f"at most {max_stop_strings} may be"
+            "stopping.stop", f"there are {len(checked.stop)} stop strings", hint=f"At most {max_stop_strings} may be"
         )
     if not all(checked.stop):
-        raise InvalidRequestError("stopping.stop", "a stop string is empty", hint="leave it out")
+        raise InvalidRequestError("stopping.stop", "a stop string is empty", hint="Leave it out")
     _check_ids("stopping.stop_ids", checked.stop_ids, vocabulary)
     return checked
 
@@ -162,6 +162,6 @@ def _check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
         raise InvalidRequestError(
             field,
             f"id number {position} of {field} is outside the vocabulary",
-            hint=f"ids run from 0 to {vocabulary - 1}",
+            hint=f"Ids run from 0 to {vocabulary - 1}",
             metadata={"vocab_size": str(vocabulary)},
         )
