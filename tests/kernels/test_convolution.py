@@ -21,7 +21,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [2, 4, 5, 8])
 @pytest.mark.parametrize("channels", [40, 96])
 def test_agrees_with_the_reference(width: int, channels: int) -> None:
     rng, generator = random.Random(width), torch.Generator().manual_seed(channels)
@@ -37,22 +37,23 @@ def test_agrees_with_the_reference(width: int, channels: int) -> None:
             assert rms_ratio(y[rows], expected) < 1e-6
 
 
+@pytest.mark.parametrize("width", range(2, 9))
 @pytest.mark.parametrize("channels", [48, 1536])
-def test_a_rows_bits_do_not_depend_on_the_pass(channels: int, threads: int) -> None:
+def test_a_rows_bits_do_not_depend_on_the_pass(width: int, channels: int, threads: int) -> None:
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     root = pack([Topology.root_only()])
-    weight = torch.randn(4, channels, generator=generator)
+    weight = torch.randn(width, channels, generator=generator)
     for sizes in ([2], [5], [9], [33], [1] * 8, [3, 17, 1, 6]):
         batch = pack([random_tree(rng, n) for n in sizes])
         x = torch.randn(batch.rows, channels, generator=generator)
-        windows = torch.randn(len(sizes), 3, channels, generator=generator)
+        windows = torch.randn(len(sizes), width - 1, channels, generator=generator)
         together = tree_convolution(x, windows, weight, batch)
         before = {-1 - b: windows[b : b + 1] for b in range(len(sizes))}
         for row, parent in enumerate(batch.parents):
             session = int(batch.row_session[row])
             alone = tree_convolution(x[row : row + 1], before[parent if parent >= 0 else -1 - session], weight, root)
             assert torch.equal(alone.y[0], together.y[row])
-            window = torch.empty(1, 3, channels)
+            window = torch.empty(1, width - 1, channels)
             advance_window(window, [0], alone.inputs, root, [0])
             before[row] = window
 
