@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_status import rpc_status
 
-from specla.rpc.errors import CapacityError, SpeclaError
+from specla.rpc.errors import CapacityError, InvalidRequestError, SpeclaError
 from specla.rpc.faults import internal_error
 from specla.rpc.status import to_status
 
@@ -55,16 +55,16 @@ class CallGuard(grpc.aio.ServerInterceptor):
             make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
             make = make or grpc.unary_stream_rpc_method_handler
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            return make(self._streaming(method, inner), handler.request_deserializer, handler.response_serializer)
+            return make(self._streaming(method, inner), _reader(handler), handler.response_serializer)
         make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else None
         make = make or grpc.unary_unary_rpc_method_handler
         inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        return make(self._unary(method, inner), handler.request_deserializer, handler.response_serializer)
+        return make(self._unary(method, inner), _reader(handler), handler.response_serializer)
 
     def _unary(self, method: str, inner: Any) -> Any:
         async def call(request: Any, context: Context) -> Any:
             async with self._guarded(method, context):
-                return await inner(request, context)
+                return await inner(_decoded(request), context)
 
         return call
 
@@ -75,7 +75,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Context) -> None:
             # Not a generator: grpc.aio leaves one unclosed where a call is cancelled in the middle of a write, until
             # the garbage collector comes by.
-            async with self._guarded(method, context), aclosing(inner(request, context)) as responses:
+            async with self._guarded(method, context), aclosing(inner(_decoded(request), context)) as responses:
                 async for response in responses:
                     await context.write(response)
 
@@ -103,6 +103,43 @@ class CallGuard(grpc.aio.ServerInterceptor):
         finally:
             self.calls.discard(task)
             self._counted -= counts
+
+
+class _Undecodable:
+    """Stands for bytes that are no message; gRPC itself would answer them with UNKNOWN and a Python class's name."""
+
+
+def _reader(handler: Handler) -> Callable[[bytes], Any] | None:
+    """The handler's deserializer, with `_Undecodable` for what it cannot read."""
+    deserialize = handler.request_deserializer
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:
+            return _Undecodable()
+
+    return read
+
+
+def _decoded(request: Any) -> Any:
+    """A request, or an iterator of requests, that was readable.
+
+    Raises:
+        InvalidRequestError: it was not; an iterator raises it when it comes to the message.
+    """
+    if isinstance(request, _Undecodable):
+        raise InvalidRequestError(
+            "request", "the message cannot be decoded", hint="Send the protobuf message that the method takes"
+        )
+    return _decoded_stream(request) if hasattr(request, "__aiter__") else request
+
+
+async def _decoded_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _decoded(request)
 
 
 async def _abort(context: Context, error: SpeclaError) -> None:

@@ -11,7 +11,7 @@ from specla.v1.verifier_pb2 import SessionCommand, SessionEvent
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_session_id, check_start
-from specla.verifier_service.publish import CoordinatorEnd
+from specla.verifier_service.publish import CoordinatorEnd, too_many_items
 from specla.verifier_service.roster import LiveSession, Roster
 
 _TOKEN_BYTES = 16
@@ -50,8 +50,12 @@ class CommandDesk:
         self.draining = False  # no new sessions
 
     def handle_all(self, end: CoordinatorEnd, commands: Sequence[SessionCommand]) -> None:
-        """Run the commands of one message."""
+        """Run the commands of one message; what is left of it once the link has ended is dropped."""
+        if too_many := too_many_items(commands):
+            end.end(too_many)
         for command in commands:
+            if end.ended:
+                return
             self.handle(end, command)
 
     def handle(self, end: CoordinatorEnd, command: SessionCommand) -> None:
@@ -96,13 +100,18 @@ class CommandDesk:
 
     def _start(self, end: CoordinatorEnd, session_id: bytes, start: verifier_pb2.Start) -> None:
         if self.draining:
+            self._roster.refuse(session_id)
             raise ServiceUnavailableError("the verifier is shutting down", hint="Open the session elsewhere")
         if self._roster.knows(session_id):
             raise InvalidRequestError("session_id", "the session id has been used", hint="Draw 16 bytes at random")
-        request = check_start(session_id, start, self._limits)
-        session = self._engine.open(
-            session_id, request.prompt_ids, request.resumed_ids, request.sampling, request.stopping, request.keep
-        )
+        try:
+            request = check_start(session_id, start, self._limits)
+            session = self._engine.open(
+                session_id, request.prompt_ids, request.resumed_ids, request.sampling, request.stopping, request.keep
+            )
+        except Exception:
+            self._roster.refuse(session_id)
+            raise
         now = self._clock()
         self._roster.add(
             LiveSession(

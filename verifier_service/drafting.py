@@ -14,7 +14,7 @@ from specla.verifier_service.calibration import Calibrator
 from specla.verifier_service.draft_box import Answer
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_attach, check_draft, check_session_id
-from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd
+from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd, too_many_items
 from specla.verifier_service.roster import LiveSession, Roster, closed_item
 
 _SLAB_BYTES = 1 << 20
@@ -41,8 +41,12 @@ class DraftDesk:
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
-        """Take the items of one message in."""
+        """Take the items of one message in; what is left of it once the link has ended is dropped."""
+        if too_many := too_many_items(items):
+            end.end(too_many)
         for item in items:
+            if end.ended:
+                return
             self.handle(end, item)
 
     def handle(self, end: DrafterEnd, item: DraftItem) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from specla.rpc.errors import CapacityError, ServiceUnavailableError, SpeclaError
+from specla.rpc.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, SpeclaError
 from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
 from specla.v1 import verifier_pb2
@@ -16,6 +16,7 @@ from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent, Verd
 
 MAX_FEATURE_BYTES = 64 << 10  # of one verdict; ReadFeatures has the rest
 MAX_UNREAD = 4096  # items beyond it end the link: they answer what the other side sends without reading
+MAX_ITEMS = 4096  # of one message; all of it is done in one turn, while every session waits
 
 In = TypeVar("In", SessionCommand, DraftItem)
 Out = TypeVar("Out", SessionEvent, VerdictItem)
@@ -125,6 +126,13 @@ class LinkEnd(Generic[In, Out]):
 
 CoordinatorEnd = LinkEnd[SessionCommand, SessionEvent]
 DrafterEnd = LinkEnd[DraftItem, VerdictItem]
+
+
+def too_many_items(items: Sequence[object]) -> InvalidRequestError | None:
+    """What a link ends with that sent a message of more than MAX_ITEMS."""
+    if len(items) <= MAX_ITEMS:
+        return None
+    return InvalidRequestError("items", f"a message of {len(items)} items", hint=f"Send at most {MAX_ITEMS} at a time")
 
 
 def merge_committed(unread: SessionEvent, fresh: SessionEvent) -> bool:

@@ -81,6 +81,7 @@ class Roster:
         self._idle_timeout_s = idle_timeout_s
         self._live: dict[bytes, LiveSession] = {}
         self._ended: dict[bytes, tuple[verifier_pb2.ClosedReason, float]] = {}
+        self._refused: dict[bytes, float] = {}
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -107,12 +108,18 @@ class Roster:
             return live
         if session_id in self._ended:
             return self._ended[session_id][0]
+        if session_id in self._refused:
+            return verifier_pb2.CLOSED_REASON_FAILED
         raise UnknownSessionError("no session of that id lives here", hint="Open it with Start on a Sessions stream")
 
     def add(self, live: LiveSession) -> None:
         """Enter a session that has just been opened."""
         self._live[live.session_id] = live
         live.owner.session_ids.add(live.session_id)
+
+    def refuse(self, session_id: bytes) -> None:
+        """Remember that a session could not be opened: what was sent behind its Start needs no answer of its own."""
+        self._refused[session_id] = self._clock() + REMEMBERED_S
 
     def finish(self, live: LiveSession, finish: Finish) -> None:
         """End a session whose text is complete."""
@@ -150,6 +157,8 @@ class Roster:
                 self.fail(live, SessionCancelledError("the session stood still", hint="Grant credit, or stop it"))
         for session_id in [key for key, (_, until) in self._ended.items() if until <= now]:
             del self._ended[session_id]
+        for session_id in [key for key, until in self._refused.items() if until <= now]:
+            del self._refused[session_id]
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do at the earliest."""

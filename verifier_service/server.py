@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import structlog
 
+from specla.rpc.errors import SpeclaError
 from specla.rpc.serving import GrpcServer
 from specla.rpc.waker import LoopWaker
 from specla.v1 import verifier_pb2, verifier_pb2_grpc
@@ -21,7 +22,8 @@ log = structlog.get_logger("specla.verifier")
 
 SERVICE = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
-_MAX_BACKLOG = 1024  # messages that wait for the scheduler
+_MAX_BACKLOG = 256  # messages that wait for the scheduler
+_LARGE = 64  # items; a message of more is done before the next is read
 _STREAM_GRACE_S = 5.0  # for streams to end after their sessions did; they take milliseconds unless the machine is busy
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -46,8 +48,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Commands in, events out; the stream's loss cancels its sessions."""
         news = asyncio.Event()
         link = self._scheduler.connect_coordinator(partial(self._waker.call, news.set))
-        async with self._reading(link, request_iterator, lambda request: request.commands):
-            async for events in _unread(link, news):
+        async with self._reading(link, request_iterator, lambda request: request.commands, news) as reader:
+            async for events in _unread(link, news, reader):
                 yield verifier_pb2.SessionsResponse(events=events)
 
     async def Verify(  # noqa: N802
@@ -56,8 +58,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Drafts in, verdicts out; the stream's loss detaches the drafter."""
         news = asyncio.Event()
         link = self._scheduler.connect_drafter(partial(self._waker.call, news.set))
-        async with self._reading(link, request_iterator, lambda request: request.items):
-            async for items in _unread(link, news):
+        async with self._reading(link, request_iterator, lambda request: request.items, news) as reader:
+            async for items in _unread(link, news, reader):
                 yield verifier_pb2.VerifyResponse(items=items)
 
     async def ReadFeatures(  # noqa: N802
@@ -76,28 +78,36 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     @asynccontextmanager
     async def _reading(
-        self, link: LinkEnd[In, Out], requests: AsyncIterator[Any], items: Callable[[Any], Sequence[In]]
-    ) -> AsyncIterator[None]:
-        """Carry requests to the link meanwhile; closes it at the end, however that comes."""
+        self,
+        link: LinkEnd[In, Out],
+        requests: AsyncIterator[Any],
+        items: Callable[[Any], Sequence[In]],
+        news: asyncio.Event,
+    ) -> AsyncIterator["asyncio.Task[None]"]:
+        """Carry requests to the link meanwhile, ring `news` when there are no more; closes the link at the end."""
 
         async def read() -> None:
             async for request in requests:
-                link.send(items(request))
-                if self._scheduler.backlog > _MAX_BACKLOG:  # read on when it is done; HTTP/2 holds the sender back
+                batch = items(request)
+                link.send(batch)
+                # Read on when it is done; HTTP/2 holds the sender back.
+                if len(batch) > _LARGE or self._scheduler.backlog > _MAX_BACKLOG:
                     await asyncio.wrap_future(self._scheduler.ask(lambda: None))
             self._scheduler.finish_link(link)
 
         reader = asyncio.create_task(read())
-        reader.add_done_callback(lambda task: None if task.cancelled() or task.exception() is None else link.close())
+        reader.add_done_callback(lambda _: news.set())
         try:
-            yield
+            yield reader
         finally:
             reader.cancel()
             link.close()
 
 
-async def _unread(link: LinkEnd[In, Out], news: asyncio.Event) -> AsyncIterator[list[Out]]:
-    """What the link has to say, a batch a wake, until it ends; raises why if the verifier ended it."""
+async def _unread(
+    link: LinkEnd[In, Out], news: asyncio.Event, reader: "asyncio.Task[None]"
+) -> AsyncIterator[list[Out]]:
+    """What the link has to say, a batch a wake, until it ends; raises why if the verifier or the reader ended it."""
     while True:
         await news.wait()
         news.clear()
@@ -108,6 +118,10 @@ async def _unread(link: LinkEnd[In, Out], news: asyncio.Event) -> AsyncIterator[
             raise lost
         if ended:
             return
+        if reader.done() and not reader.cancelled() and (broken := reader.exception()) is not None:
+            if isinstance(broken, SpeclaError):
+                raise broken
+            return  # the other side is gone
 
 
 class VerifierServer:

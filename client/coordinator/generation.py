@@ -189,7 +189,7 @@ class Generation:
             elif kind == "finished":
                 self._completion.finish(event.finished)
                 visit.over = True
-            elif kind == "failed":
+            elif kind == "failed" and not visit.over:  # the first says why; later ones answer what was sent behind it
                 visit.failure = from_status(event.failed)
                 visit.over = True
         if visit.failure is None:

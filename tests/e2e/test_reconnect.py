@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from verifier_harness import Coordinator
 
 from specla.client import AsyncClient
 from specla.client.config import CoordinatorConfig
 from specla.client.server import CoordinatorServer
 from specla.drafter_service.config import DrafterConfig
 from specla.drafter_service.server import DrafterServer, serve_drafter
-from specla.rpc.errors import ServiceUnavailableError
+from specla.rpc.errors import CapacityError, ServiceUnavailableError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.server import VerifierServer, serve_verifier
 
@@ -89,3 +90,38 @@ async def test_parts_come_back_and_are_used_again(tiny_target: Path) -> None:
         await coordinator.stop()
         await drafter.stop()
         await verifier.stop()
+
+
+async def test_a_full_verifier_sends_sessions_on_and_full_ones_say_when_to_come_again(tiny_target: Path) -> None:
+    """With credit and a drafter, as every request comes: what was sent behind a refused Start must not hide why."""
+    limits = {"max_sessions": 1, "max_new_tokens": 1_000_000}
+    verifiers = [
+        await serve_verifier(VerifierConfig(target=tiny_target, threads=1, drain_s=0.0, **limits)) for _ in range(2)
+    ]
+    drafter = await start_drafter()
+    addresses = tuple(verifier.address for verifier in verifiers)
+    config = CoordinatorConfig(
+        port=0, verifiers=addresses, drafters=(drafter.address,), tokenizer=tiny_target, drain_s=0.0
+    )
+    coordinator = CoordinatorServer(config)
+    await coordinator.start()
+    client = AsyncClient(coordinator.address)
+    try:
+        await until(lambda: len(coordinator._coordinator._verifiers.members) == 2)
+        other = Coordinator(verifiers[0].scheduler)  # the coordinator does not know that this one is full
+        await asyncio.to_thread(other.wait_for, other.start([5], credit=0), "opened")
+        for _ in range(3):
+            assert len((await client.generate("Hello", max_tokens=5, **OPTIONS)).token_ids) == 5
+        stream = client.stream("Hello", max_tokens=1_000_000, **OPTIONS)
+        await anext(stream)
+        for _ in range(3):
+            with pytest.raises(CapacityError) as caught:
+                await client.generate("Hello", max_tokens=5, **OPTIONS)
+            assert caught.value.retry_after_s
+        await stream.aclose()
+    finally:
+        await client.close()
+        await coordinator.stop()
+        await drafter.stop()
+        for verifier in verifiers:
+            await verifier.stop()

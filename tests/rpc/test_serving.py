@@ -159,6 +159,15 @@ async def test_a_fault_reaches_nobody_word_for_word(
     assert error.metadata["error_id"] in printed.out + printed.err
 
 
+@pytest.mark.parametrize(("method", "kind"), [("Echo", "unary_unary"), ("Count", "unary_stream")])
+async def test_bytes_that_are_no_message_are_an_invalid_request(
+    channel: grpc.aio.Channel, method: str, kind: str
+) -> None:
+    error = await failure(getattr(channel, kind)(f"/test.Test/{method}")(b"\xff\xff"))
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == "request"
+
+
 async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
     assert (await failure(unary(channel, "Nothing")(StringValue()))).code == "UNIMPLEMENTED"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from verifier_harness import Coordinator, HandClock, new_session_id
+from verifier_harness import Coordinator, Drafter, HandClock, new_session_id
 
 from specla.rpc.errors import (
     CapacityError,
@@ -19,9 +19,11 @@ from specla.rpc.errors import (
     UnknownSessionError,
 )
 from specla.v1 import common_pb2, verifier_pb2
+from specla.v1.verifier_pb2 import SessionCommand
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.publish import MAX_ITEMS
 from specla.verifier_service.scheduler import Scheduler
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -193,6 +195,39 @@ def test_slots_are_freed_once_and_used_again(make_verifier: MakeVerifier) -> Non
     for _ in range(3):
         again = [coordinator.start(PROMPT) for _ in range(2)]
         assert [coordinator.finish(session) for session in again] == [whole, whole]
+
+
+def test_a_refused_start_is_answered_once(make_verifier: MakeVerifier) -> None:
+    """Coordinators send credit and IssueAttach right behind it: these must not be taken for answers of their own."""
+    verifier = make_verifier(max_sessions=1)
+    coordinator = Coordinator(verifier)
+    held = coordinator.start(PROMPT, credit=0)
+    coordinator.wait_for(held, "prefilled")
+    refused = coordinator.start(PROMPT)
+    coordinator.command(refused, issue_attach=verifier_pb2.IssueAttach())
+    coordinator.command(refused, cancel=verifier_pb2.Cancel())
+    assert isinstance(coordinator.failure(refused), CapacityError)
+    coordinator.command(held, cancel=verifier_pb2.Cancel())
+    coordinator.wait_for(held, "failed")
+    assert len(coordinator.events(refused)) == 1
+    stranger = new_session_id()
+    coordinator.command(stranger, credit=verifier_pb2.Credit(up_to_len=9))
+    assert isinstance(coordinator.failure(stranger), UnknownSessionError)
+
+
+def test_a_message_of_too_many_items_ends_its_link_at_once(make_verifier: MakeVerifier) -> None:
+    verifier = make_verifier()
+    coordinator, flood, drafts = Coordinator(verifier), Coordinator(verifier), Drafter(verifier)
+    session = coordinator.start(PROMPT, credit=0)
+    flood.link.send([SessionCommand()] * (MAX_ITEMS + 1))
+    drafts.link.send([verifier_pb2.DraftItem()] * (MAX_ITEMS + 1))
+    for reader in (flood, drafts):
+        lost = reader.wait(lambda reader=reader: reader.link.lost)
+        assert isinstance(lost, InvalidRequestError)
+        assert str(MAX_ITEMS) in lost.hint
+        assert reader.items == []
+    coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=1000))
+    assert coordinator.finish(session)
 
 
 def test_a_faulty_command_is_answered_and_the_others_proceed(verifier: Scheduler) -> None:

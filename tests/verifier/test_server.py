@@ -22,7 +22,8 @@ from specla.rpc.status import from_status
 from specla.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from specla.v1.verifier_pb2 import SessionCommand
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.server import VerifierServer, reachable_address, serve_verifier
+from specla.verifier_service.publish import MAX_ITEMS
+from specla.verifier_service.server import SERVICE, VerifierServer, reachable_address, serve_verifier
 
 PROMPT = [72, 101, 108, 108, 111]
 Result = TypeVar("Result")
@@ -167,6 +168,26 @@ async def test_a_drafter_that_sends_all_and_then_only_reads(stub: verifier_pb2_g
 
     items = [item async for response in stub.Verify(requests()) for item in response.items]
     assert [from_status(item.error).code for item in items] == ["NOT_FOUND"]
+
+
+@pytest.mark.parametrize("method", ["Sessions", "Verify"])
+async def test_bytes_that_are_no_message_end_the_stream_with_a_status(server: VerifierServer, method: str) -> None:
+    async with open_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{method}")()
+        await call.write(b"\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 10)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == "request"
+
+
+async def test_a_message_of_too_many_items_ends_its_stream(stub: verifier_pb2_grpc.VerifierServiceStub) -> None:
+    call = stub.Verify()
+    await call.write(verifier_pb2.VerifyRequest(items=[verifier_pb2.DraftItem()] * (MAX_ITEMS + 1)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 10)
+    assert isinstance(from_rpc_error(caught.value), InvalidRequestError)
 
 
 async def test_a_prompt_beyond_grpcs_usual_limit_has_its_own_error(verifier: RemoteVerifier) -> None:
