@@ -4,7 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SMALLEST_TEMPERATURE = 1e-4  # below it logits / T may overflow float32; 0 is greedy
+# Within these bounds no float32 overflows on the way from finite logits to a draw.
+SMALLEST_TEMPERATURE = 9.999999747378752e-05  # the float32 next to 1e-4, as which 1e-4 comes over the wire; 0 is greedy
+SMALLEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 1e-3, 1e3
+LARGEST_BIAS = 1e4
 LARGEST_SEED = (1 << 64) - 1
 
 
@@ -34,10 +37,11 @@ class SamplingParams:
         top_k: keep the k largest logits, and those equal to the k-th; 0 is off.
         top_p: keep the most likely tokens until their probabilities sum to it, and those equal to the last; 1 is off.
         min_p: keep tokens at least this many times as likely as the most likely one; 0 is off.
-        repetition_penalty: over ids of prompt and output: positive logits are divided by it, others multiplied.
+        repetition_penalty: over ids of prompt and output: positive logits are divided by it, others multiplied;
+            from 1e-3 to 1e3.
         presence_penalty: taken off the logit of every id in the output.
         frequency_penalty: taken off the logit of an id as often as it stands in the output.
-        logit_bias: token id to what is added to its logit.
+        logit_bias: token id to what is added to its logit, from -1e4 to 1e4.
         banned_ids: ids that are never produced.
         seed: 64 bits; with the position it fixes the draw.
         top_logprobs: None for no log-probabilities, otherwise how many of the best beside the chosen one's.
@@ -71,7 +75,9 @@ class SamplingParams:
         self._require("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1; 1 switches it off")
         self._require("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1; 0 switches it off")
         self._require(
-            "repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0; 1 switches it off"
+            "repetition_penalty",
+            SMALLEST_REPETITION_PENALTY <= self.repetition_penalty <= LARGEST_REPETITION_PENALTY,
+            f"a number from {SMALLEST_REPETITION_PENALTY:g} to {LARGEST_REPETITION_PENALTY:g}; 1 switches it off",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2 <= getattr(self, name) <= 2, "a number from -2 to 2; 0 switches it off")
@@ -89,8 +95,9 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not 0 <= token < end:
                 raise SamplingError("logit_bias", f"given for id {token}", ids)
-            if not math.isfinite(bias):
-                raise SamplingError("logit_bias", f"{bias} for id {token}", "finite numbers; banned_ids forbids an id")
+            if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+                allowed = f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}; banned_ids forbids an id"
+                raise SamplingError("logit_bias", f"{bias:g} for id {token}", allowed)
         for token in self.banned_ids:
             if not 0 <= token < end:
                 raise SamplingError("banned_ids", f"given id {token}", ids)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple
 
 from specla.client.tokenizer import Tokenizer
@@ -13,16 +13,27 @@ from specla.v1 import common_pb2, generation_pb2, verifier_pb2
 _SHORT_TEXT = 4096  # characters that are tokenised faster than a thread is woken
 _SEED_BITS = 53  # a drawn seed survives JSON readers that keep numbers as doubles
 _MAX_TOP_LOGPROBS = 64
-_RANGES = {
-    # field: (lowest, lowest is allowed, highest, what to say)
-    "temperature": (0.0, True, math.inf, "0 (greedy) or more"),
-    "top_k": (0, True, math.inf, "0 (off) or more"),
-    "top_p": (0.0, False, 1.0, "above 0, at most 1 (off)"),
-    "min_p": (0.0, True, 1.0, "from 0 (off) to 1"),
-    "repetition_penalty": (0.0, False, math.inf, "above 0; 1 is off"),
-    "presence_penalty": (-2.0, True, 2.0, "from -2 to 2"),
-    "frequency_penalty": (-2.0, True, 2.0, "from -2 to 2"),
-    "top_logprobs": (0, True, _MAX_TOP_LOGPROBS, f"from 0 to {_MAX_TOP_LOGPROBS}"),
+_SMALLEST_TEMPERATURE = 9.999999747378752e-05  # 1e-4 as a float32
+_MAX_BIAS = 1e4
+
+# What is looked at on the event loop is bounded, so that no request holds up the others for long.
+_MAX_STOP_CHARACTERS = 1024  # of one stop string
+_MAX_ALL_STOP_CHARACTERS = 65536
+_MAX_BIASES = 16384
+_MAX_IDS = 65536  # stop_ids, banned_ids
+_MAX_DRAFTERS = 64
+_MAX_NAME = 1024  # characters of a drafter's name, of a numerics_id
+
+_ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
+    # The verifier's own ranges. Comparisons with NaN are false, so NaN is refused everywhere.
+    "temperature": (lambda t: t == 0 or _SMALLEST_TEMPERATURE <= t < math.inf, "0 (greedy), or finite, from 0.0001"),
+    "top_k": (lambda k: k >= 0, "0 (off) or more"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0, at most 1 (off)"),
+    "min_p": (lambda p: 0 <= p <= 1, "from 0 (off) to 1"),
+    "repetition_penalty": (lambda r: 1e-3 <= r <= 1e3, "from 0.001 to 1000; 1 is off"),
+    "presence_penalty": (lambda p: -2 <= p <= 2, "from -2 to 2"),
+    "frequency_penalty": (lambda p: -2 <= p <= 2, "from -2 to 2"),
+    "top_logprobs": (lambda n: 0 <= n <= _MAX_TOP_LOGPROBS, f"from 0 to {_MAX_TOP_LOGPROBS}"),
 }
 
 
@@ -61,17 +72,18 @@ async def check_request(
         InvalidRequestError: any other fault; names the field, what is allowed and how to mend it.
     """
     vocabulary = target.dims.vocab_size
+    _check_names(request)
     _check_sampling(request.sampling, vocabulary)
     stopping = _check_stopping(request.stopping, vocabulary, target.limits.max_new_tokens, max_stop_strings)
     prompt_ids = await _prompt_ids(request, tokenizer, target.limits.max_prompt_tokens)
     _check_ids("prompt.token_ids", prompt_ids, vocabulary)
-    _check_ids("resumed_ids", request.resumed_ids, vocabulary)
     if len(request.resumed_ids) >= stopping.max_tokens:
         raise InvalidRequestError(
             "resumed_ids",
             f"resumed_ids holds {len(request.resumed_ids)} tokens and max_tokens is {stopping.max_tokens}",
             hint="max_tokens counts the resumed tokens too: nothing is left to generate",
         )
+    _check_ids("resumed_ids", request.resumed_ids, vocabulary)
     sampling = common_pb2.Sampling()
     sampling.CopyFrom(request.sampling)
     if not sampling.HasField("seed"):
@@ -88,18 +100,15 @@ async def check_request(
 
 
 async def _prompt_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer, limit: int) -> list[int]:
-    kind = request.WhichOneof("prompt")
-    if kind == "token_ids":
+    ids: list[int] = []
+    if request.WhichOneof("prompt") == "token_ids":
+        if len(request.token_ids.ids) > limit:
+            raise _too_long(str(len(request.token_ids.ids)), limit)
         ids = list(request.token_ids.ids)
-    elif kind == "text" and request.text:
-        if tokenizer.fewest_tokens(request.text) > limit:
-            raise _too_long(f"at least {tokenizer.fewest_tokens(request.text)}", limit)
-        if len(request.text) <= _SHORT_TEXT:
-            ids = tokenizer.encode(request.text)
-        else:
-            ids = await asyncio.to_thread(tokenizer.encode, request.text)
-    else:
-        ids = []
+    elif text := request.text:
+        if tokenizer.fewest_tokens(text) > limit:
+            raise _too_long(f"at least {tokenizer.fewest_tokens(text)}", limit)
+        ids = tokenizer.encode(text) if len(text) <= _SHORT_TEXT else await asyncio.to_thread(tokenizer.encode, text)
     if not ids:
         raise InvalidRequestError("prompt", "the prompt is empty", hint="Give text or token_ids, one token at least")
     if len(ids) > limit:
@@ -116,20 +125,37 @@ def _too_long(tokens: str, limit: int) -> PromptTooLongError:
     )
 
 
+def _check_names(request: generation_pb2.GenerateRequest) -> None:
+    _check_count("drafters", request.drafters, _MAX_DRAFTERS)
+    if any(len(name) > _MAX_NAME for name in request.drafters):
+        raise InvalidRequestError(
+            "drafters", "a drafter's name is too long", hint=f"A name has at most {_MAX_NAME} characters"
+        )
+    if len(request.numerics_id) > _MAX_NAME:
+        raise InvalidRequestError(
+            "numerics_id",
+            f"numerics_id has {len(request.numerics_id)} characters",
+            hint=f"Give the numerics_id of a Started message; it has at most {_MAX_NAME} characters",
+        )
+
+
 def _check_sampling(sampling: common_pb2.Sampling, vocabulary: int) -> None:
-    for name, (low, inclusive, high, allowed) in _RANGES.items():
+    for name, (is_allowed, allowed) in _ALLOWED.items():
         if not sampling.HasField(name):  # type: ignore[arg-type]
             continue
         value = getattr(sampling, name)
-        # Comparisons with NaN are false, so NaN is refused; an infinite value would pass an open range.
-        if not (low <= value <= high and math.isfinite(value) and (inclusive or value > low)):
+        if not is_allowed(value):
             raise InvalidRequestError(f"sampling.{name}", f"{name} is {value:g}", hint=f"It must be {allowed}")
+    _check_count("sampling.logit_bias", sampling.logit_bias, _MAX_BIASES)
     _check_ids("sampling.logit_bias", list(sampling.logit_bias), vocabulary)
     for bias in sampling.logit_bias.values():
-        if not math.isfinite(bias):
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
             raise InvalidRequestError(
-                "sampling.logit_bias", f"a logit_bias is {bias:g}", hint="Use finite numbers; banned_ids bans a token"
+                "sampling.logit_bias",
+                f"a logit_bias is {bias:g}",
+                hint=f"Use numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}; banned_ids bans a token",
             )
+    _check_count("sampling.banned_ids", sampling.banned_ids, _MAX_IDS)
     _check_ids("sampling.banned_ids", sampling.banned_ids, vocabulary)
     if len(set(sampling.banned_ids)) >= vocabulary:
         raise InvalidRequestError("sampling.banned_ids", "every token is banned", hint="Leave one to choose")
@@ -146,14 +172,36 @@ def _check_stopping(
         raise InvalidRequestError(
             "stopping.max_tokens", f"max_tokens is {checked.max_tokens}", hint=f"It must be from 1 to {max_new_tokens}"
         )
-    if len(checked.stop) > max_stop_strings:
-        raise InvalidRequestError(
-            "stopping.stop", f"there are {len(checked.stop)} stop strings", hint=f"At most {max_stop_strings} may be"
-        )
-    if not all(checked.stop):
-        raise InvalidRequestError("stopping.stop", "a stop string is empty", hint="Leave it out")
+    _check_stop_strings(checked.stop, max_stop_strings)
+    _check_count("stopping.stop_ids", checked.stop_ids, _MAX_IDS)
     _check_ids("stopping.stop_ids", checked.stop_ids, vocabulary)
     return checked
+
+
+def _check_stop_strings(stop: Sequence[str], most: int) -> None:
+    """Errors tell lengths, never the strings: these may be long, and part of what the caller keeps to itself."""
+    if len(stop) > most:
+        raise InvalidRequestError("stopping.stop", f"there are {len(stop)} stop strings", hint=f"At most {most} may be")
+    lengths = [len(string) for string in stop]
+    if not all(lengths):
+        raise InvalidRequestError("stopping.stop", "a stop string is empty", hint="Leave it out")
+    if max(lengths, default=0) > _MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            "stopping.stop",
+            f"a stop string has {max(lengths)} characters",
+            hint=f"Each may have at most {_MAX_STOP_CHARACTERS}",
+        )
+    if sum(lengths) > _MAX_ALL_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            "stopping.stop",
+            f"the stop strings have {sum(lengths)} characters",
+            hint=f"Together they may have at most {_MAX_ALL_STOP_CHARACTERS}",
+        )
+
+
+def _check_count(field: str, given: Sized, most: int) -> None:
+    if len(given) > most:
+        raise InvalidRequestError(field, f"{field} has {len(given)} entries", hint=f"Give at most {most}")
 
 
 def _check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:

@@ -38,9 +38,9 @@ def kept(logits, **params) -> list[int]:
         ("top_k", -1),
         *[("top_p", v) for v in (0.0, -0.1, 1.01, NAN)],
         *[("min_p", v) for v in (-0.1, 1.01, NAN)],
-        *[("repetition_penalty", v) for v in (0.0, -1.0, INF, NAN)],
+        *[("repetition_penalty", v) for v in (0.0, -1.0, 1e-38, 9e-4, 1001.0, INF, NAN)],
         *[(f, v) for f in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, NAN)],
-        *[("logit_bias", v) for v in ({10: 1.0}, {-1: 1.0}, {3: NAN}, {3: INF})],
+        *[("logit_bias", v) for v in ({10: 1.0}, {-1: 1.0}, {3: NAN}, {3: INF}, {3: 3.4e38}, {3: -10001.0})],
         *[("banned_ids", v) for v in (frozenset({10}), frozenset({-1}), frozenset(range(10)))],
         *[("seed", v) for v in (-1, 1 << 64)],
         *[("top_logprobs", v) for v in (-1, 11)],
@@ -54,9 +54,26 @@ def test_unusable_parameters_are_refused_by_name(field, value):
     assert caught.value.allowed in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-4, 1.0, 5.0])
+@pytest.mark.parametrize("value", [0.0, 1e-4, float(np.float32(1e-4)), 1.0, 5.0])
 def test_usable_temperatures(value):
     SamplingParams(temperature=value, top_p=1.0, min_p=1.0, seed=(1 << 64) - 1).validate(10)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the shortlist's limit: it then holds every token
+@pytest.mark.parametrize("bias", [-1e4, 1e4])
+@pytest.mark.parametrize("penalty", [1e-3, 1e3])
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 3e38])
+def test_no_usable_parameters_overflow(bias, penalty, temperature):
+    logits = np.array([[-1e6, -1.0, 0.0, 1.0, 1e6]], dtype=np.float32)
+    everywhere = dict.fromkeys(range(5), bias)
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=penalty, frequency_penalty=-2.0, logit_bias=everywhere
+    )
+    params.validate(5)
+    session = SessionSampling(params, 5, range(5), range(5))
+    result = sample(torch.from_numpy(logits), RowSampling([session], [0], [0]))
+    assert result.errors == {}
+    assert np.isfinite(sampling.adjusted_logits(logits[0], session, ())).all()
 
 
 def test_bans_repetition_presence_frequency_and_bias_by_hand():
