@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar, Unpack
 
-from specla.client.options import DEFAULT_TIMEOUT_S, Options, build_request
+from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Event, GenerateResult
 from specla.rpc.errors import SessionCancelledError
 from specla.v1 import generation_pb2
@@ -101,12 +101,12 @@ class BlockingGenerator:
         Raises:
             SpeclaError: what went wrong, and how to mend it; its class says what kind.
         """
-        timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
+        timeout = timeout_of(options)
         return self._thread.run(_collect(self._events(build_request(prompt, options), timeout)))
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
         """The same as it comes: Started, Deltas, Finished. Closing the iterator cancels the generation."""
-        timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
+        timeout = timeout_of(options)
         return self._iterate(self._events(build_request(prompt, options), timeout))
 
     def _events(self, request: generation_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:

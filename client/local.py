@@ -58,8 +58,14 @@ class Local(BlockingGenerator):
             config,
             [drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter) for drafter in drafters],
         )
-        super().__init__("specla-local")
-        self._coordinator = self._thread.run(_join(self._parts, tokenizer))
+        try:
+            super().__init__("specla-local")
+            self._coordinator = self._thread.run(_join(self._parts, tokenizer))
+        except BaseException:  # an interrupt, or a tokenizer that is not the target's
+            if hasattr(self, "_thread"):
+                self._thread.close()
+            self._parts.close()
+            raise
         # Also at the interpreter's end: a thread that computes then would abort the process.
         self._shut = weakref.finalize(self, _shut, self._thread, self._coordinator, self._parts)
 

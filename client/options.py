@@ -7,6 +7,7 @@ from specla.rpc.errors import InvalidRequestError
 from specla.v1 import generation_pb2
 
 DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_S = 1e8  # three years: a longer deadline is none
 
 _SAMPLING = (
     "temperature",
@@ -118,6 +119,20 @@ def _fill_lists(request: generation_pb2.GenerateRequest, given: dict[str, Any]) 
                 target.extend([values] if isinstance(values, str) else values)
     with _naming("sampling.logit_bias"):
         request.sampling.logit_bias.update(given.get("logit_bias", {}))
+
+
+def timeout_of(options: Options) -> float | None:
+    """Seconds until DeadlineError, or None for never.
+
+    Raises:
+        InvalidRequestError: it is not a time.
+    """
+    timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
+    if timeout is None or timeout > _LONGEST_S:
+        return None
+    if not timeout > 0:  # written so that NaN is refused too
+        raise InvalidRequestError("timeout", f"timeout is {timeout}", hint="Give seconds, more than 0; None is never")
+    return timeout
 
 
 class _naming:  # noqa: N801 (reads as a statement)

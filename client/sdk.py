@@ -9,7 +9,7 @@ from typing import Self, Unpack
 import grpc
 
 from specla.client.blocking import BlockingGenerator, LoopThread
-from specla.client.options import DEFAULT_TIMEOUT_S, Options, build_request
+from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Event, GenerateResult, ModelInfo, event_of, model_info
 from specla.rpc.channel import UNARY_DEADLINE_S, ClientTls, from_rpc_error, open_channel
 from specla.rpc.errors import InternalError
@@ -44,7 +44,7 @@ class AsyncClient:
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> AsyncGenerator[Event, None]:
         """The same as it comes: Started, Deltas, Finished. Closing the iterator cancels the generation."""
-        timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
+        timeout = timeout_of(options)
         return self.events(build_request(prompt, options), timeout)
 
     async def events(

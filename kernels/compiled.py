@@ -13,6 +13,7 @@ Functions take NumPy arrays, C-contiguous, float32 unless said otherwise; dimens
 
 import logging
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,17 @@ _P5, _P4, _P3 = _f4(1.9875691500e-4), _f4(1.3981999507e-3), _f4(8.3334519073e-3)
 _P2, _P1, _P0 = _f4(4.1665795894e-2), _f4(1.6666665459e-1), _f4(5.0000001201e-1)
 
 
+@cache
+def _warn_once() -> None:
+    _log.warning("no folder for compiled code can be written: compiling at every start (NUMBA_CACHE_DIR names one)")
+
+
 def _compiled(function: Any) -> Any:
     """Compiled at the first call and kept on disk (see NUMBA_CACHE_DIR); runs without the interpreter's lock."""
     try:
         return njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError as error:
-        _log.warning("compiling anew at every start: %s", error)
+    except RuntimeError:
+        _warn_once()
         return njit(nogil=True, error_model="numpy")(function)
 
 

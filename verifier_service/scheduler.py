@@ -104,6 +104,7 @@ class Scheduler:
             UnsupportedModelError, InvalidRequestError, InternalError: from the engine.
         """
         made: Future[Scheduler] = Future()
+        unwanted = threading.Event()
 
         def work() -> None:
             try:
@@ -114,10 +115,18 @@ class Scheduler:
                 made.set_exception(error)
                 return
             made.set_result(scheduler)
+            if unwanted.is_set():
+                scheduler.stop()
             scheduler._run()
 
         threading.Thread(target=work, name=_THREAD_NAME, daemon=True).start()
-        return made.result()
+        try:
+            return made.result()
+        except BaseException:
+            unwanted.set()  # nobody will know the scheduler: it ends as soon as it is loaded
+            if made.done() and made.exception() is None:
+                made.result().stop()
+            raise
 
     def start(self, pass_times: PassTimes | None = None) -> "Scheduler":
         """Measure passes (or take the given forecasts) and begin to serve, where the engine was made by the caller."""

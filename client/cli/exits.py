@@ -38,9 +38,39 @@ def exit_codes() -> Iterator[None]:
         complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from flushing into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has gone: nobody is left to tell
         raise typer.Exit(FAILED) from None
+    except OutputError as error:
+        _drop_output()
+        complain(str(error))
+        raise typer.Exit(FAILED) from None
+
+
+class OutputError(Exception):
+    """Standard output takes nothing: it is closed, or its disk is full."""
+
+
+def write_out(text: str) -> None:
+    """Write to standard output, at once.
+
+    Raises:
+        OutputError: it takes nothing.
+    """
+    if sys.stdout is None:
+        raise OutputError("standard output is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output takes nothing: {error.strerror}") from None
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from flushing what is left into a broken standard output at its exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:

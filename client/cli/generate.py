@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specla.client.cli.exits import write_out
 from specla.client.config import DEFAULT_DRAFTERS
 from specla.client.logs import configure_logs
 from specla.client.options import Options
@@ -45,15 +46,14 @@ def generate(prompt: str, options: Options, *, as_json: bool, here: Here, there:
             if isinstance(event, Started):
                 begun = time.perf_counter()
             elif isinstance(event, Delta) and not as_json:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+                write_out(event.text)
             collector.add(event)
         seconds = time.perf_counter() - begun
     result = collector.result()
     if as_json:
-        print(json.dumps(_object(result), ensure_ascii=False), flush=True)
+        write_out(json.dumps(_object(result), ensure_ascii=False) + "\n")
     elif sys.stdout.isatty():
-        print(flush=True)
+        write_out("\n")
     print(figures(result, seconds), file=sys.stderr)
 
 
@@ -88,6 +88,8 @@ def _generator(here: Here, there: There, options: Options) -> Any:
 def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
+    if sys.stdin is None:
+        raise InvalidRequestError("prompt", "standard input is closed", hint="Give text")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

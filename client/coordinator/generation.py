@@ -25,6 +25,7 @@ from specla.v1 import generation_pb2, verifier_pb2
 
 log = structlog.get_logger(__name__)
 
+_LONGEST_S = 1e9  # a deadline that the protocol's Duration still holds
 _MAX_SETBACKS = 3  # losses in a row without a new token between them
 
 
@@ -135,7 +136,8 @@ class Generation:
         del start.stopping.stop[:]  # stop strings are found here
         if self._deadline is not None:
             left = Duration()
-            left.FromMicroseconds(max(1, int((self._deadline - self._loop.time()) * 1e6)))
+            seconds = min(self._deadline - self._loop.time(), _LONGEST_S)
+            left.FromMicroseconds(max(1, int(seconds * 1e6)))
             start.time_left.CopyFrom(left)
         return start
 

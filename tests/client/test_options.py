@@ -1,6 +1,8 @@
+import math
+
 import pytest
 
-from specla.client.options import build_request
+from specla.client.options import build_request, timeout_of
 from specla.rpc.errors import InvalidRequestError
 from specla.v1 import common_pb2, generation_pb2
 
@@ -90,3 +92,16 @@ def test_what_no_field_can_hold_is_named(prompt: object, options: dict[str, obje
 def test_a_misspelt_option_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         build_request("hello", {"temprature": 1.0})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan, -math.inf])
+def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        timeout_of({"timeout": timeout})
+    assert caught.value.field == "timeout"
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(2.5, 2.5), (None, None), (math.inf, None), (1e300, None)])
+def test_a_timeout_beyond_all_measure_is_none(timeout: float | None, seconds: float | None) -> None:
+    assert timeout_of({"timeout": timeout}) == seconds
+    assert timeout_of({}) == 600.0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -149,6 +150,19 @@ class TestCommandLine:
         assert client.returncode == 130
         assert b"Traceback" not in stderr
         wait_until(lambda: not cluster.sessions(), 3.0)
+
+    def test_output_that_takes_nothing_and_input_that_gives_nothing(self, cluster: Cluster) -> None:
+        there = ["--server", cluster.coordinator.address, "--max-tokens", "5"]
+        generate = shlex.join(command("generate", "Hello", *there))
+        for where, status in ((">/dev/full", 1), (">&-", 1)):
+            done = subprocess.run(f"{generate} {where}", shell=True, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, done.stderr.count("\n")) == (status, 1), done.stderr
+            assert done.stderr.startswith("specla: standard output ")
+        closed = shlex.join(command("generate", "-", *there)) + " <&-"
+        done = subprocess.run(closed, shell=True, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        done = self.run("generate", "Hello", *there, "--timeout", "nan")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
     def test_health_and_doctor(self, cluster: Cluster) -> None:
         address = cluster.coordinator.address

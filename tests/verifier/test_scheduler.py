@@ -1,5 +1,7 @@
 """Sessions through the scheduler, joined in one process: their life, their credit, their end, and what may go wrong."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from specla.rpc.errors import (
 )
 from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import SessionCommand
+from specla.verifier_service import scheduler as scheduler_module
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
@@ -379,3 +382,29 @@ def test_the_target_says_who_it_is(verifier: Scheduler, make_verifier: MakeVerif
     assert len(target.tokenizer_hash) == 64
     assert make_verifier().target().verifier_id != target.verifier_id
     assert make_verifier().target().numerics_id == target.numerics_id
+
+
+def test_a_load_that_is_interrupted_leaves_no_engine(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the target loads: the caller gets nothing to stop, so it must stop by itself."""
+    go_on = threading.Event()
+
+    def slow_engine(config: VerifierConfig) -> Engine:
+        go_on.wait(10)
+        return Engine(config)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler_module, "Engine", slow_engine)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    known = set(threading.enumerate())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            Scheduler.load(VerifierConfig(target=tiny_target, threads=1, max_sessions=1))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    (loading,) = set(threading.enumerate()) - known
+    go_on.set()
+    loading.join(20)
+    assert not loading.is_alive()
