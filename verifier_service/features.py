@@ -50,16 +50,19 @@ class FeatureSlice(NamedTuple):
 
 
 class FeatureRing:
-    """The last `window` positions' hidden states of one session, overwritten in turn."""
+    """The last `window` positions' hidden states of one session, overwritten in turn.
+
+    It grows with the positions recorded: a wide window costs a short text nothing.
+    """
 
     def __init__(self, spec: FeatureWindow, hidden_size: int) -> None:
         self.spec = spec
         self.end = 0  # positions below it have been recorded
-        self._values = torch.zeros(spec.window, len(spec.layers), hidden_size)
+        self._values = torch.zeros(0, len(spec.layers), hidden_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes the ring takes."""
+        """Bytes the ring takes now."""
         return self._values.nbytes
 
     def record(self, hidden: Sequence[Tensor]) -> None:
@@ -69,6 +72,7 @@ class FeatureRing:
             hidden: one float32 [positions, hidden] a layer of the spec, in its order.
         """
         count, window = hidden[0].shape[0], self.spec.window
+        self._grow(min(self.end + count, window))
         kept = min(count, window)
         start = self.end + count - kept
         first = start % window
@@ -86,3 +90,11 @@ class FeatureRing:
         stop = max(start, min(to_position, self.end))
         index = torch.arange(start, stop) % max(window, 1)
         return FeatureSlice(start, self._values.index_select(0, index))
+
+    def _grow(self, positions: int) -> None:
+        """Make room for so many, at most the window. Until the window is full each lies at its own position."""
+        room = self._values.shape[0]
+        if positions > room:
+            grown = self._values.new_zeros(min(self.spec.window, max(positions, 2 * room)), *self._values.shape[1:])
+            grown[:room] = self._values
+            self._values = grown

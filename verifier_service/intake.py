@@ -20,6 +20,8 @@ from specla.verifier_service.features import FeatureWindow
 SESSION_ID_BYTES = 16
 MAX_TOP_K = 64  # target's best tokens a drafter may ask for at each position
 MAX_TOP_LOGPROBS = 64
+MAX_BIASES = 16384
+MAX_IDS = 65536  # stop_ids, banned_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +110,23 @@ def check_start(session_id: bytes, start: verifier_pb2.Start, limits: Limits) ->
         NumericsMismatchError: the text was begun elsewhere under other numerics.
         DeadlineError: no time is left.
     """
-    prompt_ids, resumed_ids = list(start.prompt_ids), list(start.resumed_ids)
-    if not prompt_ids:
+    if not start.prompt_ids:
         raise InvalidRequestError("prompt_ids", "the prompt is empty", hint="Give at least one token")
-    if len(prompt_ids) > limits.max_prompt_tokens:
+    if len(start.prompt_ids) > limits.max_prompt_tokens:
         raise PromptTooLongError(
             "prompt_ids",
-            f"the prompt has {len(prompt_ids)} tokens",
+            f"the prompt has {len(start.prompt_ids)} tokens",
             hint=f"At most {limits.max_prompt_tokens} are allowed",
             metadata={"max_prompt_tokens": str(limits.max_prompt_tokens)},
         )
+    stopping = check_stopping(start.stopping, limits)
+    if len(start.resumed_ids) >= stopping.max_tokens:
+        raise InvalidRequestError(
+            "resumed_ids",
+            f"{len(start.resumed_ids)} resumed tokens leave nothing of max_tokens {stopping.max_tokens}",
+            hint="Resume with fewer tokens than max_tokens",
+        )
+    prompt_ids, resumed_ids = list(start.prompt_ids), list(start.resumed_ids)
     check_ids("prompt_ids", prompt_ids, limits.vocab_size)
     check_ids("resumed_ids", resumed_ids, limits.vocab_size)
     if start.numerics_id and start.numerics_id != limits.numerics_id and not start.allow_other_numerics:
@@ -131,23 +140,20 @@ def check_start(session_id: bytes, start: verifier_pb2.Start, limits: Limits) ->
         time_left_s = start.time_left.seconds + start.time_left.nanos * 1e-9
         if time_left_s <= 0:
             raise DeadlineError("no time is left of the caller's deadline", hint="Allow more time")
-    sampling = check_sampling(start.sampling, limits.vocab_size)
-    stopping = check_stopping(start.stopping, limits)
-    if len(resumed_ids) >= stopping.max_tokens:
-        raise InvalidRequestError(
-            "resumed_ids",
-            f"{len(resumed_ids)} resumed tokens leave nothing of max_tokens {stopping.max_tokens}",
-            hint="Resume with fewer tokens than max_tokens",
-        )
     return OpenRequest(
         session_id=session_id,
         prompt_ids=prompt_ids,
         resumed_ids=resumed_ids,
-        sampling=sampling,
+        sampling=check_sampling(start.sampling, limits.vocab_size),
         stopping=stopping,
-        keep=check_features("keep", start.keep, limits.num_layers),
+        keep=check_features("keep", start.keep, limits),
         time_left_s=time_left_s,
     )
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(field, f"{count} entries are too many", hint=f"Give at most {most}")
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -165,6 +171,8 @@ def check_sampling(sampling: common_pb2.Sampling, vocab_size: int) -> SamplingPa
     Raises:
         InvalidRequestError: the first that cannot be used, or no seed where one is needed.
     """
+    _check_count("sampling.logit_bias", len(sampling.logit_bias), MAX_BIASES)
+    _check_count("sampling.banned_ids", len(sampling.banned_ids), MAX_IDS)
     given = {
         name: getattr(sampling, name)
         for name in (
@@ -200,8 +208,9 @@ def check_stopping(stopping: common_pb2.Stopping, limits: Limits) -> Stopping:
     """When the text ends; unset max_tokens is this verifier's limit.
 
     Raises:
-        InvalidRequestError: max_tokens out of range, or an id outside the vocabulary.
+        InvalidRequestError: max_tokens out of range, too many ids, or one outside the vocabulary.
     """
+    _check_count("stopping.stop_ids", len(stopping.stop_ids), MAX_IDS)
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.max_new_tokens
     if max_tokens > limits.max_new_tokens:
         raise InvalidRequestError(
@@ -220,17 +229,25 @@ def check_stopping(stopping: common_pb2.Stopping, limits: Limits) -> Stopping:
     return checked
 
 
-def check_features(field: str, spec: common_pb2.FeatureSpec, num_layers: int) -> FeatureWindow | None:
+def check_features(field: str, spec: common_pb2.FeatureSpec, limits: Limits) -> FeatureWindow | None:
     """A wish for hidden states, None where nothing is wished.
 
     Raises:
-        InvalidRequestError: a layer that does not exist or is named twice.
+        InvalidRequestError: a layer that does not exist or is named twice, more positions than a text can have.
     """
     if not spec.layers or spec.window == 0:
         return None
+    _check_count(f"{field}.layers", len(spec.layers), limits.num_layers + 1)
+    most = limits.max_prompt_tokens + limits.max_new_tokens
+    if spec.window > most:
+        raise InvalidRequestError(
+            f"{field}.window",
+            f"window is {spec.window}",
+            hint=f"Give at most {most} positions, max_prompt_tokens + max_new_tokens: no text has more",
+        )
     window = FeatureWindow(tuple(spec.layers), spec.window)
     try:
-        window.validate(num_layers)
+        window.validate(limits.num_layers)
     except InvalidRequestError as error:
         error.field = error.field.replace("keep", field, 1)
         raise

@@ -32,6 +32,22 @@ def test_ring_keeps_the_last_positions(window: int, counts: list[int], start: in
         assert torch.equal(found.values, torch.stack(wanted))
 
 
+def test_a_wide_window_takes_memory_only_as_positions_come() -> None:
+    ring = FeatureRing(FeatureWindow((0,), 1_000_000_000), hidden_size=8)
+    assert ring.nbytes == 0
+    for _ in range(100):
+        ring.record([torch.ones(1, 8)])
+    assert 100 * 32 <= ring.nbytes <= 200 * 32
+    assert ring.read(0, 200).values.shape == (100, 1, 8)
+
+
+def test_a_full_ring_grows_no_more() -> None:
+    ring = FeatureRing(FeatureWindow((0,), 5), hidden_size=8)
+    for count in (3, 1, 4, 20):
+        ring.record([torch.ones(count, 8)])
+    assert ring.nbytes == 5 * 32
+
+
 def test_a_read_is_a_copy() -> None:
     ring = FeatureRing(FeatureWindow((0,), 2), hidden_size=1)
     ring.record([torch.tensor([[1.0], [2.0]])])

@@ -108,6 +108,10 @@ def test_what_is_set_is_taken_over() -> None:
         ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
         ({"sampling": {"logit_bias": {320: 1.0}}}, "sampling.logit_bias"),
         ({"sampling": {"logit_bias": {3: math.inf}}}, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": {3: 3.4e38}}}, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": dict.fromkeys(range(16385), 1.0)}}, "sampling.logit_bias"),
+        ({"sampling": {"banned_ids": [1] * 65537}}, "sampling.banned_ids"),
+        ({"sampling": {"repetition_penalty": 1e-38}}, "sampling.repetition_penalty"),
         ({"sampling": {"banned_ids": [400]}}, "sampling.banned_ids"),
         ({"sampling": {"top_logprobs": -1}}, "sampling.top_logprobs"),
         ({"sampling": {"top_logprobs": 65}}, "sampling.top_logprobs"),
@@ -116,9 +120,13 @@ def test_what_is_set_is_taken_over() -> None:
         ({"stopping": {"max_tokens": -3}}, "stopping.max_tokens"),
         ({"stopping": {"max_tokens": 51}}, "stopping.max_tokens"),
         ({"stopping": {"stop_ids": [320]}}, "stopping.stop_ids"),
+        ({"stopping": {"stop_ids": [1] * 65537}}, "stopping.stop_ids"),
         ({"resumed_ids": [1, 1], "stopping": {"max_tokens": 2}}, "resumed_ids"),
         ({"keep": {"layers": [2], "window": 1}}, "keep.layers"),
         ({"keep": {"layers": [1, 1], "window": 1}}, "keep.layers"),
+        ({"keep": {"layers": [0] * 4, "window": 1}}, "keep.layers"),
+        ({"keep": {"layers": [1], "window": 71}}, "keep.window"),
+        ({"keep": {"layers": [1], "window": 2**32 - 1}}, "keep.window"),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], field: str) -> None:
@@ -126,6 +134,11 @@ def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], field: str
     if isinstance(sampling, dict) and field != "sampling.seed":
         sampling.setdefault("seed", 1)
     assert refused(start(**fields)).field == field
+
+
+def test_a_whole_text_may_be_kept() -> None:
+    request = check_start(ID, start(keep={"layers": [1], "window": 70}), LIMITS)
+    assert request.keep == FeatureWindow((1,), 70)
 
 
 def test_a_long_prompt_has_an_error_of_its_own() -> None:
@@ -230,7 +243,7 @@ some_start = st.builds(
     resumed_ids=ids,
     sampling=some_sampling,
     stopping=st.builds(common_pb2.Stopping, max_tokens=st.none() | st.integers(-9, 90), stop_ids=ids),
-    keep=st.builds(common_pb2.FeatureSpec, layers=st.lists(st.integers(-3, 4), max_size=3), window=st.integers(0, 9)),
+    keep=st.builds(common_pb2.FeatureSpec, layers=st.lists(st.integers(-3, 4), max_size=3), window=st.integers(0, 90)),
     time_left=st.none() | st.builds(Duration, seconds=st.integers(-2, 2)),
 )
 some_topology = st.builds(
