@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.settings import ServingConfig
+from specla.rpc.settings import ServingConfig, check_address
 
 DEFAULT_DRAFTERS = ("suffix", "lookup")  # of one process, the preferred one first
 
@@ -53,5 +53,8 @@ class CoordinatorConfig(ServingConfig):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidRequestError(name, f"{name} is {value}", hint=f"It must lie in [{low}, {high}]")
+        for field, addresses in (("verifiers", self.verifiers), ("drafters", self.drafters)):
+            for address in addresses:
+                check_address(field, address)
         if not self.verifiers:
             raise InvalidRequestError("verifiers", "there is no verifier", hint="Name at least one HOST:PORT")

@@ -130,8 +130,8 @@ def timeout_of(options: Options) -> float | None:
     timeout = options.get("timeout", DEFAULT_TIMEOUT_S)
     if timeout is None or timeout > _LONGEST_S:
         return None
-    if not timeout > 0:  # written so that NaN is refused too
-        raise InvalidRequestError("timeout", f"timeout is {timeout}", hint="Give seconds, more than 0; None is never")
+    if not timeout >= 0:  # written so that NaN is refused too
+        raise InvalidRequestError("timeout", f"timeout is {timeout}", hint="Give seconds, 0 or more; None is never")
     return timeout
 
 

@@ -13,6 +13,7 @@ from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Event, GenerateResult, ModelInfo, event_of, model_info
 from specla.rpc.channel import UNARY_DEADLINE_S, ClientTls, from_rpc_error, open_channel
 from specla.rpc.errors import InternalError
+from specla.rpc.settings import check_address
 from specla.v1 import generation_pb2, generation_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -22,7 +23,12 @@ class AsyncClient:
     """For callers on an event loop; make it there. Close it, or use `async with`."""
 
     def __init__(self, server: str = DEFAULT_SERVER, *, tls: ClientTls | None = None) -> None:
-        """`server`: HOST:PORT of a coordinator; connects when first used."""
+        """`server`: HOST:PORT of a coordinator; connects when first used.
+
+        Raises:
+            InvalidRequestError: `server` is not HOST:PORT.
+        """
+        check_address("server", server)
         self._channel = open_channel(server, tls)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
@@ -99,7 +105,12 @@ class Client(BlockingGenerator):
     """For everybody else. Usable from several threads; close it, or use `with`."""
 
     def __init__(self, server: str = DEFAULT_SERVER, *, tls: ClientTls | None = None) -> None:
-        """`server`: HOST:PORT of a coordinator; connects when first used."""
+        """`server`: HOST:PORT of a coordinator; connects when first used.
+
+        Raises:
+            InvalidRequestError: `server` is not HOST:PORT.
+        """
+        check_address("server", server)  # before there is a thread that would have to be closed
         super().__init__("specla-client")
         self._client = self._thread.run(_on_loop(server, tls))
         self._shut = weakref.finalize(self, _shut, self._thread, self._client)

@@ -71,7 +71,8 @@ class GrpcServer:
             self.port = 0
         if self.port == 0:
             raise ServiceUnavailableError(
-                f"cannot listen on {wanted}", hint="Another program has the port; choose another one, or 0 for any"
+                f"cannot listen on {wanted}",
+                hint="Another program has the port (0 takes any), or the host is not this machine's",
             )
 
     async def start(self) -> None:

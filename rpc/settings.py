@@ -68,3 +68,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def check_address(field: str, address: str) -> None:
+    """Refuse what is not HOST:PORT; gRPC would take port 99999 for 34463.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise InvalidRequestError(field, f"{address[:200]!r} is not HOST:PORT", hint="Give a port from 1 to 65535")

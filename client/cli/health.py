@@ -8,6 +8,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specla.client.cli.exits import FAILED
+from specla.rpc.settings import check_address
 
 
 def health(address: str, service: str, timeout: float, ca: Path | None) -> None:
@@ -20,8 +21,10 @@ def health(address: str, service: str, timeout: float, ca: Path | None) -> None:
         ca: PEM file of the authority that signed the server's certificate; None: plain text.
 
     Raises:
+        InvalidRequestError: the address is none.
         typer.Exit: status 1 unless it is SERVING.
     """
+    check_address("address", address)
     credentials = grpc.ssl_channel_credentials(ca.read_bytes()) if ca is not None else None
     options = (("grpc.enable_http_proxy", 0),)
     open_channel = (

@@ -94,7 +94,7 @@ def test_a_misspelt_option_is_refused() -> None:
         build_request("hello", {"temprature": 1.0})  # type: ignore[typeddict-unknown-key]
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("timeout", [-1.0, math.nan, -math.inf])
 def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         timeout_of({"timeout": timeout})

@@ -26,7 +26,7 @@ from specla.rpc.errors import (
     UnknownSessionError,
 )
 from specla.rpc.serving import GrpcServer
-from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig, is_loopback
+from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig, check_address, is_loopback
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SECRET = "the prompt of somebody"
@@ -310,6 +310,20 @@ def test_what_cannot_be_served_is_refused(settings: dict[str, Any], field: str) 
     with pytest.raises(InvalidRequestError) as caught:
         ServingConfig(**settings)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":50051", "host:99999", "host:0", "host:-1", "host:5_0", "h:٣"]
+)
+def test_what_is_not_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_address("server", address)
+    assert caught.value.field == "server"
+
+
+def test_hosts_of_all_kinds_are_taken() -> None:
+    for address in ("localhost:50051", "127.0.0.1:1", "[::1]:65535", "verifier-0.verifiers:50061"):
+        check_address("server", address)
 
 
 def test_beyond_loopback_with_tls_or_on_ones_own_word() -> None:
