@@ -25,6 +25,7 @@ from specla.verifier_service.targets.tree_pass import tree_pass
 from specla.verifier_service.targets.weights import load_checkpoint
 
 VOCAB = 320
+NAN, INF = float("nan"), float("inf")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped values": {"v_heads": 4, "expand_v": 2.0},
@@ -106,6 +107,23 @@ def test_half_precision_and_shards_load_as_one(tiny_target: Path, tmp_path: Path
         ({"hidden_size": "64"}, "'64'", "positive integer"),
         ({"conv_size": 1}, "1", "2 or more"),
         ({"output_gate_activation": "relu"}, "relu", "swish"),
+        ({"output_gate_activation": ["swish"]}, "swish", "sigmoid"),
+        *[({"expand_v": v}, f"expand_v is {v!r}", "a number from 0") for v in ("x", NAN, INF, -INF, None, True, 1e300)],
+        ({"expand_v": 0}, "expand_v is 0", "multiple of 16"),
+        *[({"norm_eps": v}, f"norm_eps is {v!r}", "1e-12 to 1") for v in ("a", None, -1e-6, 0, 2, NAN, INF, [1])],
+        *[({"hidden_ratio": v}, f"hidden_ratio is {v!r}", "a number from 0") for v in ("x", -1, NAN, INF, [4])],
+        *[({"hidden_ratio": v, "intermediate_size": None}, "hidden_ratio is 0", "one channel") for v in (0, 0.0)],
+        *[({"intermediate_size": v}, f"intermediate_size is {v!r}", "positive") for v in ("x", 0, True, 1.5)],
+        *[({"num_v_heads": v}, f"num_v_heads is {v!r}", "positive integer") for v in ("2", 0, False)],
+        *[({"tie_word_embeddings": v}, f"tie_word_embeddings is {v!r}", "true or false") for v in ("no", 1, None)],
+        ({"use_gate": "yes"}, "use_gate is 'yes'", "true or false"),
+        ({"allow_neg_eigval": 0}, "allow_neg_eigval is 0", "true or false"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000", "at most 4096"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000", "at most"),
+        *[
+            ({"eos_token_id": v}, "eos_token_id is ", "an id from 0 to 319")
+            for v in ("x", "0", 5000, 320, -1, 1.0, True, [[1]], [0, "x"], {"id": 1}, NAN)
+        ],
     ],
 )
 def test_configurations_that_are_refused(
@@ -116,6 +134,17 @@ def test_configurations_that_are_refused(
         GatedDeltaNetConfig.from_values(values | change)
     assert found in error.value.message
     assert supported in error.value.hint
+    assert len(error.value.message) < 200
+
+
+@pytest.mark.parametrize("eos", ["q", 5000, [[1]]])
+def test_an_end_of_text_of_the_generation_config_is_checked_too(tiny_target: Path, tmp_path: Path, eos: object) -> None:
+    shutil.copy(tiny_target / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UnsupportedModelError, match="eos_token_id is"):
+        GatedDeltaNetConfig.from_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 319]}))
+    assert GatedDeltaNetConfig.from_folder(tmp_path).eos_token_ids == (7, 319)
 
 
 def test_defaults_are_those_of_the_class_that_writes_them() -> None:
@@ -154,9 +183,25 @@ def _other_head(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embeddings.weight"] + 1
 
 
+def _nan(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.attn.o_proj.weight"][3, 5] = NAN
+
+
+def _infinite(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp_norm.weight"] = torch.full((64,), -INF, dtype=torch.bfloat16)
+
+
+def _nan_head(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embeddings.weight"][0, 0] = NAN
+    tensors["lm_head.weight"] = tensors["model.embeddings.weight"].clone()
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        (_nan, "model.layers.1.attn.o_proj.weight holds NaN"),
+        (_infinite, "model.layers.0.mlp_norm.weight holds infinite numbers"),
+        (_nan_head, "lm_head.weight holds NaN"),
         (_without, r"1 of \d+ tensors are missing: model.layers.1.mlp.up_proj.weight"),
         (_with_bias, "1 tensors are unexpected: model.layers.0.attn.o_proj.bias"),
         (_narrow, r"A_log is \[3\]"),
@@ -187,6 +232,26 @@ def test_broken_files_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="not JSON"):
         GatedDeltaNetConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UnsupportedModelError, match="not JSON"):
+        GatedDeltaNetConfig.from_folder(tmp_path)
+
+
+def test_the_largest_finite_weights_are_not_taken_for_infinite_ones(tiny_target: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_target / "model.safetensors")
+    name, extremes = "model.norm.weight", torch.finfo(torch.float16)
+    tensors[name] = torch.tensor([extremes.min, extremes.max] * 32, dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = load_checkpoint(tmp_path, GatedDeltaNetConfig.from_folder(tiny_target))
+    assert torch.equal(checkpoint.tensors[name], tensors[name])
+
+
+@pytest.mark.parametrize("files", [{"a": 5}, {"a": None}, {"a": "x.safetensors", "b": 5}, {"a": ["x"]}, 5, ["x"]])
+def test_an_index_that_names_no_files_is_refused(tiny_target: Path, tmp_path: Path, files: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(UnsupportedModelError, match="weight_map") as error:
+        load_checkpoint(tmp_path, GatedDeltaNetConfig.from_folder(tiny_target))
+    assert error.value.hint
 
 
 def test_a_tied_checkpoint_may_hold_its_head_twice(tiny_target: Path, tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """What a Gated DeltaNet checkpoint looks like: read from its config.json, refused where this project cannot run it."""
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from specla.rpc.errors import UnsupportedModelError
 
 MODEL_TYPE = "gated_deltanet"
 ACTIVATIONS = ("swish", "silu", "sigmoid")
 SHAPE_MULTIPLE = 16  # of head dimensions; the kernels' tiles
+MOST_LAYERS = 1 << 12
+LARGEST_DIMENSION = 1 << 24  # any count of heads, channels or tokens, so that no product of two overflows
+NORM_EPS_RANGE = (1e-12, 1.0)
 
 # Keys of config.json that change the arithmetic, and the only values this project runs.
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -48,37 +52,56 @@ class GatedDeltaNetConfig:
     output_gate_activation: str = "swish"
     allow_neg_eigval: bool = False
     conv_size: int = 4
-    hidden_ratio: int | None = 4
+    hidden_ratio: float | None = 4
     intermediate_size: int | None = None
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no kernel runs.
+        """Refuse types and shapes that no kernel runs.
 
         Raises:
             UnsupportedModelError: says what was found and what is supported.
         """
-        for name in (*_ESSENTIAL, "conv_size", "mlp_dim", "value_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _unsupported(name, value, "a positive integer")
+        for name in (*_ESSENTIAL, "conv_size"):
+            _check_dimension(
+                name, getattr(self, name), MOST_LAYERS if name == "num_hidden_layers" else LARGEST_DIMENSION
+            )
+        for name in ("num_v_heads", "intermediate_size"):
+            if getattr(self, name) is not None:
+                _check_dimension(name, getattr(self, name), LARGEST_DIMENSION)
+        for name in ("use_gate", "allow_neg_eigval", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise _unsupported(name, getattr(self, name), "true or false")
+        _check_number("expand_v", self.expand_v, 0, LARGEST_DIMENSION)
+        _check_number("norm_eps", self.norm_eps, *NORM_EPS_RANGE)
+        if self.hidden_ratio is not None:
+            _check_number("hidden_ratio", self.hidden_ratio, 0, LARGEST_DIMENSION)
+        self._check_shape()
+        if self.output_gate_activation not in ACTIVATIONS:
+            raise _unsupported("output_gate_activation", self.output_gate_activation, ", ".join(ACTIVATIONS))
+        for token in self.eos_token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise _unsupported("eos_token_id", token, f"an id from 0 to {self.vocab_size - 1}, or a list of such")
+
+    def _check_shape(self) -> None:
         if self.value_heads % self.num_heads:
             raise _unsupported("num_v_heads", self.num_v_heads, f"a multiple of num_heads ({self.num_heads})")
         if self.head_dim % SHAPE_MULTIPLE:
             raise _unsupported("head_dim", self.head_dim, f"a multiple of {SHAPE_MULTIPLE}")
-        if abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5 or self.head_v_dim % SHAPE_MULTIPLE:
+        whole = abs(self.head_dim * self.expand_v - self.head_v_dim) <= 1e-5
+        if not whole or self.head_v_dim < 1 or self.head_v_dim % SHAPE_MULTIPLE:
             raise _unsupported("expand_v", self.expand_v, f"head_dim * expand_v a multiple of {SHAPE_MULTIPLE}")
         if self.conv_size < 2:
             raise _unsupported("conv_size", self.conv_size, "2 or more")
-        if self.output_gate_activation not in ACTIVATIONS:
-            raise _unsupported("output_gate_activation", self.output_gate_activation, ", ".join(ACTIVATIONS))
+        if self.mlp_dim < 1:
+            raise _unsupported("hidden_ratio", self.hidden_ratio, "a ratio that leaves the MLP at least one channel")
 
     @property
     def value_heads(self) -> int:
         """HV, the number of value heads."""
-        return self.num_v_heads or self.num_heads
+        return self.num_heads if self.num_v_heads is None else self.num_v_heads
 
     @property
     def head_v_dim(self) -> int:
@@ -105,7 +128,8 @@ class GatedDeltaNetConfig:
         """Width of the MLP."""
         if self.intermediate_size is not None:
             return self.intermediate_size
-        width = int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3)
+        ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
+        width = int(self.hidden_size * ratio * 2 / 3)
         return -(-width // 256) * 256
 
     @classmethod
@@ -147,11 +171,26 @@ class GatedDeltaNetConfig:
 _ESSENTIAL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim")
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_dimension(name: str, value: object, most: int) -> None:
+    if not (_is_int(value) and 1 <= value <= most):
+        raise _unsupported(name, value, f"a positive integer, at most {most}")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    """JSON also gives NaN and infinity, both outside any range."""
+    if not (isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high):
+        raise _unsupported(name, value, f"a number from {low:g} to {high:g}")
+
+
 def _unsupported(name: str, found: object, supported: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{name} is {found!r}" if name != "config.json" else f"config.json is {found}",
+        f"{name} is {reprlib.repr(found)}" if name != "config.json" else f"config.json is {found}",
         hint=f"Supported: {supported}",
-        metadata={"found": str(found), "supported": supported},
+        metadata={"found": reprlib.repr(found), "supported": supported},
     )
 
 
@@ -163,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not JSON: {error}", hint="Copy the checkpoint anew") from None
     if not isinstance(values, dict):
         raise UnsupportedModelError(f"{path} holds no object", hint="Copy the checkpoint anew")

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +70,8 @@ def load_checkpoint(folder: Path, config: GatedDeltaNetConfig) -> Checkpoint:
     A tied checkpoint may also hold the head, as a copy of the embeddings.
 
     Raises:
-        UnsupportedModelError: no weights, unreadable files, names missing or unexpected, a wrong shape or dtype.
+        UnsupportedModelError: no weights, unreadable files, names missing or unexpected, a wrong shape or dtype,
+            weights that are not finite.
     """
     files = _weight_files(folder)
     tensors: dict[str, Tensor] = {}
@@ -82,6 +85,7 @@ def load_checkpoint(folder: Path, config: GatedDeltaNetConfig) -> Checkpoint:
     shapes = expected_shapes(config)
     if config.tie_word_embeddings and HEAD in tensors:
         head = tensors.pop(HEAD)
+        _check_tensor(HEAD, head, shapes[EMBEDDINGS])
         if not torch.equal(head, tensors.get(EMBEDDINGS, head)):
             raise UnsupportedModelError(
                 f"the head is said to be tied, but {HEAD} differs from {EMBEDDINGS}",
@@ -97,10 +101,16 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UnsupportedModelError(f"{index} has no weight_map: {error}", hint="Copy the index anew") from None
-        files = [folder / name for name in names]
+        for name in names:
+            if not isinstance(name, str):
+                raise UnsupportedModelError(
+                    f"the weight_map of {index} holds {reprlib.repr(name)}",
+                    hint="Supported: each tensor's file name; copy the index anew",
+                )
+        files = [folder / name for name in sorted(names)]
     else:
         files = [folder / SINGLE_FILE]
     for file in files:
@@ -129,6 +139,10 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise UnsupportedModelError(f"{name} is {list(tensor.shape)}", hint=f"config.json asks for {list(shape)}")
     if tensor.dtype not in DTYPES:
         raise UnsupportedModelError(f"{name} is {tensor.dtype}", hint="Supported: bfloat16, float16, float32")
+    low, high = (float(x) for x in torch.aminmax(tensor))  # one pass; both are NaN where any number is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        what = "NaN" if math.isnan(high) else "infinite numbers"
+        raise UnsupportedModelError(f"{name} holds {what}", hint="Supported: finite weights; copy the checkpoint anew")
 
 
 def _digest(files: Iterable[Path]) -> str:
