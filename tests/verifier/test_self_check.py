@@ -1,5 +1,7 @@
 """The start-up proof of exact mode finds a product whose bits depend on the number of rows."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -7,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from generations import engine_of
+from safetensors.torch import load_file, save_file
 
 from specla.kernels.dense import DenseWeight
 from specla.rpc.errors import InternalError
@@ -58,3 +61,20 @@ def test_a_commit_of_other_bits_is_found(tiny_target: Path, monkeypatch: pytest.
     monkeypatch.setattr(factors, "apply", wrong)
     with pytest.raises(InternalError, match="are committed"):
         prove_exact(weights, StateStore(weights.config, 1), max_rows=33)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+@pytest.mark.parametrize("width", [2, 3, 5, 7, 8])
+def test_exact_mode_runs_convolutions_of_any_width(tiny_target: Path, tmp_path: Path, width: int, kernels: str) -> None:
+    folder = shutil.copytree(tiny_target, tmp_path / "target")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"conv_size": width}))
+    tensors = load_file(folder / "model.safetensors")
+    random = torch.Generator().manual_seed(width)
+    for name, x in tensors.items():
+        if "conv1d" in name:
+            tensors[name] = torch.randn(*x.shape[:2], width, generator=random)
+    save_file(tensors, folder / "model.safetensors")
+    engine = engine_of(folder, cpu_kernels=kernels)  # proves itself
+    assert engine.config.numerics == "exact"
+    assert engine.target.weights.config.conv_size == width
