@@ -32,10 +32,10 @@ class Options(TypedDict, total=False):
         top_k: 0 is off. Default 0.
         top_p: in (0, 1]. Default 1.
         min_p: in [0, 1]. Default 0.
-        repetition_penalty: over prompt and output. Default 1.
-        presence_penalty: over the output. Default 0.
-        frequency_penalty: over the output. Default 0.
-        logit_bias: token id to what is added to its logit.
+        repetition_penalty: over prompt and output, in [0.001, 1000]. Default 1.
+        presence_penalty: over the output, in [-2, 2]. Default 0.
+        frequency_penalty: over the output, in [-2, 2]. Default 0.
+        logit_bias: token id to what is added to its logit, in [-10000, 10000].
         banned_ids: ids that are never produced.
         seed: from 0 to 2^64 - 1. Default: drawn, and told in the result.
         stop: strings; the text ends before the first of them.

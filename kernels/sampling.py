@@ -256,7 +256,8 @@ def _possible_winners(processed: Row, words: NDArray[np.uint32]) -> Ids:
     lead = int(processed.argmax())
     score = float(processed[lead]) + float(noise_of_words(words[lead : lead + 1])[0])
     slack = 0.01 + 1e-6 * abs(score) + 1e-6 * abs(float(processed[lead]))
-    limit = np.exp(processed - np.float32(score - slack - LOG_2_POW_32))
+    with np.errstate(over="ignore"):  # infinity: it may win
+        limit = np.exp(processed - np.float32(score - slack - LOG_2_POW_32))
     return np.flatnonzero(words.astype(np.float32) <= limit)
 
 

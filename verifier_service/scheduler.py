@@ -53,9 +53,7 @@ Result = TypeVar("Result")
 
 
 class Scheduler:
-    """Runs an engine for any number of coordinators and drafters.
-
-    Made by `load`; the constructor is for callers with an engine of their own.
+    """Runs an engine for any number of coordinators and drafters. Made by `load`, or around an engine of the caller's.
 
     Args:
         engine: owned from now on by the scheduler's thread.
@@ -73,13 +71,8 @@ class Scheduler:
         limits = limits_of(engine)
         self._target = describe(engine, limits, self.verifier_id)
         self._roster = Roster(engine, clock, config.idle_timeout_s)
-        self._drafts = DraftDesk(
-            engine,
-            self._roster,
-            limits,
-            config.max_draft_wait_s,
-            unconditional=config.drafting == "unconditional",
-        )
+        always = config.drafting == "unconditional"
+        self._drafts = DraftDesk(engine, self._roster, limits, config.max_draft_wait_s, unconditional=always)
         self._commands = CommandDesk(
             engine, self._roster, self._drafts, limits, clock, self.verifier_id, lambda: self.advertised_address
         )
@@ -96,9 +89,8 @@ class Scheduler:
     def load(cls, config: VerifierConfig) -> "Scheduler":
         """Load the target, measure its passes and serve, all on one new thread. Blocks until it serves.
 
-        OpenMP keeps a team of workers for each thread that ever asked for one and counts all teams against the cores.
-        Were the engine made on another thread, the second team's workers would sleep between products where a lone
-        team's spin: a token took 1.4 times as long.
+        OpenMP counts the teams of all threads against the cores: were the engine made on another thread, workers would
+        sleep between products, and a token take 1.4 times as long.
 
         Raises:
             UnsupportedModelError, InvalidRequestError, InternalError: from the engine.
@@ -110,10 +102,10 @@ class Scheduler:
             try:
                 scheduler = cls(Engine(config), config)
                 scheduler._prepare(None)
-                scheduler._thread = threading.current_thread()
             except BaseException as error:
                 made.set_exception(error)
                 return
+            scheduler._thread = threading.current_thread()
             made.set_result(scheduler)
             if unwanted.is_set():
                 scheduler.stop()
@@ -122,9 +114,9 @@ class Scheduler:
         threading.Thread(target=work, name=_THREAD_NAME, daemon=True).start()
         try:
             return made.result()
-        except BaseException:
-            unwanted.set()  # nobody will know the scheduler: it ends as soon as it is loaded
-            if made.done() and made.exception() is None:
+        except BaseException:  # an interrupt, perhaps: nobody will know the scheduler, so it ends once it is loaded
+            unwanted.set()
+            if made.done() and not made.exception():
                 made.result().stop()
             raise
 
@@ -303,9 +295,8 @@ class Scheduler:
         self._coordinators = [end for end in self._coordinators if not (end.finishing and end.ended)]
 
     def _sleep_until(self, wake_at: float) -> float:
-        times = [wake_at, self._clock() + _BEAT_S]
-        times += [time for time in (self._roster.next_expiry(), self._stop_by) if time is not None]
-        return min(times)
+        others = (self._roster.next_expiry(), self._stop_by)
+        return min(wake_at, self._clock() + _BEAT_S, *(time for time in others if time is not None))
 
     def _is_done(self) -> bool:
         return self._stop_by is not None and (len(self._roster) == 0 or self._clock() >= self._stop_by)

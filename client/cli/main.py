@@ -91,7 +91,7 @@ def _generate(
     top_k: Annotated[int | None, typer.Option(help="0 is off.", show_default="0")] = None,
     top_p: Annotated[float | None, typer.Option(help="In (0, 1].", show_default="1")] = None,
     min_p: Annotated[float | None, typer.Option(help="In [0, 1].", show_default="0")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 0.", show_default="1")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="In [0.001, 1000].", show_default="1")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].", show_default="0")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].", show_default="0")] = None,
     seed: Annotated[int | None, typer.Option(help="Equal seeds give equal text.", show_default="drawn")] = None,

@@ -21,7 +21,7 @@ from specla.rpc.errors import (
     SpeclaError,
 )
 from specla.rpc.status import from_status
-from specla.v1 import generation_pb2, verifier_pb2
+from specla.v1 import common_pb2, generation_pb2, verifier_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -129,7 +129,7 @@ class Generation:
             resumed_ids=self._completion.tokens,
             sampling=self._request.sampling,
             stopping=self._request.stopping,
-            keep=union_of_features(self._drafters),
+            keep=self._keep(member),
             numerics_id=self._numerics_id,
             allow_other_numerics=self._request.allow_other_numerics,
         )
@@ -140,6 +140,12 @@ class Generation:
             left.FromMicroseconds(max(1, int(seconds * 1e6)))
             start.time_left.CopyFrom(left)
         return start
+
+    def _keep(self, member: VerifierMember) -> common_pb2.FeatureSpec:
+        """What drafters want kept, as far as this verifier would keep it for anyone."""
+        keep, limits = union_of_features(self._drafters), member.target.limits
+        keep.window = min(keep.window, limits.max_prompt_tokens + limits.max_new_tokens)
+        return keep
 
     def _started(self, visit: "_Visit") -> generation_pb2.Started:
         target = visit.member.target
