@@ -76,11 +76,20 @@ def test_a_seed_that_changes_nothing_is_seen(filled: Journal, columns: list[Case
     other = next(case for case in columns if case.other_seed)
     baseline = filled.of(Case("one process", "none", 1.0, 1))
     for text in filled.texts.values():
-        long = (*baseline[text.prompt_id].token_ids, *range(identity.MIN_TOKENS_TO_DIFFER))
-        same = text.case == other or text.case.temperature == 1.0
-        spoiled.add(replace(text, token_ids=long) if same else text)
+        spoiled.add(replace(text, token_ids=baseline[text.prompt_id].token_ids) if text.case == other else text)
     made = identity.report(columns, PROMPTS, spoiled, device="test")
     assert [goal.name for goal in made.goals if not goal.met] == [f"{other}: texts that are the same"]
+
+
+def test_texts_that_leave_no_choice_may_be_the_same(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
+    certain = Journal(tmp_path / "journal.jsonl")
+    other = next(case for case in columns if case.other_seed)
+    baseline = filled.of(Case("one process", "none", 1.0, 1))
+    for text in filled.texts.values():
+        same = replace(text, token_ids=baseline[text.prompt_id].token_ids, logprob=-0.001)
+        certain.add(same if text.case == other else text)
+    made = identity.report(columns, PROMPTS, certain, device="test")
+    assert [goal.name for goal in made.goals if not goal.met] == []
 
 
 def test_a_broken_off_run_goes_on(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
@@ -91,7 +100,16 @@ def test_a_broken_off_run_goes_on(filled: Journal, columns: list[Case], tmp_path
     asked: list[str] = []
 
     class Recorded:
-        def generate(self, prompt: str, *, drafter: str, max_tokens: int, temperature: float, seed: int) -> object:
+        def generate(
+            self,
+            prompt: str,
+            *,
+            drafter: str,
+            max_tokens: int,
+            temperature: float,
+            seed: int,
+            top_logprobs: int | None = None,
+        ) -> object:
             asked.append(prompt)
             raise KeyboardInterrupt
 
