@@ -195,7 +195,7 @@ def report(all_cases: Sequence[Case], prompts: Sequence[Prompt], journal: Journa
         baseline = next(texts for first, texts in columns.items() if first.temperature == case.temperature)
         if case.other_seed:
             _add_other_seed(made, case, column, baseline)
-        else:
+        elif column is not baseline:
             _add_same_seed(made, case, column, baseline)
     return made
 

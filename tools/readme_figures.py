@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+_MOST_GOALS = 8  # of one result that stand open
 _MOST_ROWS = 24  # of one result in README; all of them, and what they were made from, stand in its JSON
 
 
@@ -30,39 +31,53 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def section(name: str, result: dict[str, Any]) -> list[str]:
-    """One result: what ran where, every goal met or not, and the first ratios."""
+    """One result: what ran where, every goal met or not, and the first ratios. Long tables are folded away."""
     versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items() if key in ("python", "torch"))
     lines = [f"### {result['title']}", "", f"`{result['command']}`, {result['date']}, {result['device']} ({versions})"]
-    if result["goals"]:
-        goals = []
-        for goal in result["goals"]:
-            wanted = f"{goal.get('sense', '')} {figure(goal['want'])} {goal['unit']}".strip()
-            got = f"{figure(goal['got'])} {goal['unit']}".strip()
-            goals.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
-        lines += ["", *table(["asked for", "goal", "measured", "met"], goals)]
-    if result["rows"]:
-        ratios = [row for row in result["rows"] if row["unit"] == "x"] or result["rows"]
-        rows = [
-            [
-                row["case"],
-                row["name"],
-                figure(row["median"]),
-                f"{figure(row['low'])} .. {figure(row['high'])}",
-                row["unit"],
-            ]
-            for row in ratios[:_MOST_ROWS]
-        ]
-        more = len(result["rows"]) - len(rows)
-        lines += [
-            "",
-            "<details><summary>ratios</summary>",
-            "",
-            *table(["case", "", "median", "spread", "unit"], rows),
-            "",
-        ]
-        lines += [f"{more} more in `benchmarks/results/{name}`.", ""] if more else []
-        lines += ["</details>"]
+    goals = result["goals"]
+    if len(goals) > _MOST_GOALS:
+        missed = [goal for goal in goals if not goal["met"]]
+        lines += ["", f"{len(goals) - len(missed)} of {len(goals)} goals are met."]
+        lines += ["", *goal_table(missed)] if missed else []
+        lines += ["", *folded("goals", goal_table(goals))]
+    elif goals:
+        lines += ["", *goal_table(goals)]
+    ratios = [row for row in result["rows"] if row["unit"] == "x" and not row["low"] == row["high"] == 1]
+    if ratios:
+        more = len(result["rows"]) - len(ratios[:_MOST_ROWS])
+        note = ["", f"{more} more rows in `benchmarks/results/{name}`."] if more else []
+        lines += ["", *folded("ratios", row_table(ratios[:_MOST_ROWS]) + note)]
     return [*lines, ""]
+
+
+def goal_table(goals: list[dict[str, Any]]) -> list[str]:
+    """What was asked for, what was measured."""
+    rows = []
+    for goal in goals:
+        wanted = f"{goal.get('sense', '')} {figure(goal['want'])} {goal['unit']}".strip()
+        got = f"{figure(goal['got'])} {goal['unit']}".strip()
+        rows.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
+    return table(["asked for", "goal", "measured", "met"], rows)
+
+
+def row_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Medians with their spread."""
+    cells = [
+        [
+            row["case"],
+            row["name"],
+            figure(row["median"]),
+            f"{figure(row['low'])} .. {figure(row['high'])}",
+            row["unit"],
+        ]
+        for row in rows
+    ]
+    return table(["case", "", "median", "spread", "unit"], cells)
+
+
+def folded(summary: str, lines: list[str]) -> list[str]:
+    """Lines that are shown on a click."""
+    return [f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
 def block(results: Path) -> str:

@@ -132,7 +132,10 @@ def test_a_goal_that_was_missed_is_shown(tmp_path: Path) -> None:
         "command": "specla bench passes",
         "date": "2026-01-01",
         "notes": {},
-        "rows": [{"case": "5 rows", "name": "exact", "median": 12.3456, "low": 12, "high": 13, "unit": "ms"}],
+        "rows": [
+            {"case": "5 rows", "name": "exact", "median": 12.3456, "low": 12, "high": 13, "unit": "ms"},
+            {"case": "5 rows", "name": "over plain", "median": 1.52345, "low": 1.5, "high": 1.6, "unit": "x"},
+        ],
         "goals": [
             {"name": "5 rows", "want": 1.4, "got": 1.52345, "unit": "x", "sense": "at most", "met": False},
             {"name": "9 rows", "want": 2.1, "got": 2.0, "unit": "x", "sense": "at most", "met": True},
@@ -142,7 +145,13 @@ def test_a_goal_that_was_missed_is_shown(tmp_path: Path) -> None:
     shown = load_tool("readme_figures").block(tmp_path)
     assert "| 5 rows | at most 1.4 x | 1.523 x | **no** |" in shown
     assert "| 9 rows | at most 2.1 x | 2 x | yes |" in shown
-    assert "| 5 rows | exact | 12.35 | 12 .. 13 | ms |" in shown
+    assert "| 5 rows | over plain | 1.523 | 1.5 .. 1.6 | x |" in shown
+    assert "1 more rows in `benchmarks/results/passes.json`" in shown
+    many = [{**result["goals"][1], "name": f"goal {i}"} for i in range(9)]
+    (tmp_path / "passes.json").write_text(json.dumps({**result, "goals": [*many, result["goals"][0]]}))
+    shown = load_tool("readme_figures").block(tmp_path)
+    assert "9 of 10 goals are met." in shown
+    assert shown.index("| **no** |") < shown.index("<details>") < shown.index("goal 8")
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
