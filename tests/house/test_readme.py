@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -125,7 +126,7 @@ def test_figures_are_the_measured_ones() -> None:
 
 
 def test_a_goal_that_was_missed_is_shown(tmp_path: Path) -> None:
-    result = {
+    result: dict[str, Any] = {
         "title": "Passes",
         "device": "cpu, 2 cores",
         "versions": {"python": "3.11", "torch": "2.13"},
