@@ -109,3 +109,4 @@ hooks: $(DEV) ## have git run the quick checks before each commit
 
 clean: ## remove what the commands above made, .venv included
 	rm -rf $(VENV) build dist node_modules *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f kernels/__pycache__/*.nbi kernels/__pycache__/*.nbc

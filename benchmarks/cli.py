@@ -13,6 +13,23 @@ from specla.benchmarks.report import Report, cpu_name
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
 
+
+def _numbers(text: str, option: str) -> list[float]:
+    """Numbers separated by commas; anything else is a usage error."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+
+
+def _drafters(text: str, option: str) -> list[str]:
+    """Names separated by commas, plain decoding among them: it is what the others are compared with."""
+    names = [name.strip() for name in text.split(",")]
+    if "none" not in names:
+        raise typer.BadParameter("none, plain decoding, must be among them", param_hint=option)
+    return names
+
+
 bench = typer.Typer(help="Measure speed, identity and acceptance.", no_args_is_help=True)
 
 TargetOption = Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")]
@@ -52,10 +69,10 @@ def identity(
     from specla.verifier_service.config import VerifierConfig
 
     folder = target or default_target()
-    names = [name.strip() for name in drafters.split(",")]
+    names = _drafters(drafters, "--drafters")
     columns = work.cases(
         names,
-        [float(t) for t in temperatures.split(",")],
+        _numbers(temperatures, "--temperatures"),
         [join.strip() for join in joins.split(",")],
         batch,
         baseline_batch,
@@ -121,7 +138,8 @@ def drafters(
     from specla.client.default_target import default_target
     from specla.client.local import Local
 
-    all_names = [name.strip() for name in names.split(",")]
+    all_names = _drafters(names, "--names")
+    degrees_asked = _numbers(temperatures, "--temperatures")
     folder = target or default_target()
     made = Report(title="Drafters over plain decoding", device=cpu_name())
     made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
@@ -130,7 +148,7 @@ def drafters(
         _progress() as progress,
     ):
         made.notes["numerics_id"] = local.model().numerics_id
-        for degrees in (float(value) for value in temperatures.split(",")):
+        for degrees in degrees_asked:
             ratios = {}
             for domain in (work.REPEATING, work.PROSE):
                 chosen = load(prompts, domain=domain, limit=limit)
@@ -166,7 +184,7 @@ def price(
     from specla.benchmarks.services import services
     from specla.client.default_target import default_target
 
-    names = [name.strip() for name in drafters.split(",")]
+    names = _drafters(drafters, "--drafters")
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
@@ -202,7 +220,7 @@ def passes(
     from specla.verifier_service.engine import Engine
 
     folder = target or default_target()
-    counts = [int(n) for n in rows.split(",")]
+    counts = [int(n) for n in _numbers(rows, "--rows")]
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)

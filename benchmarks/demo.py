@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -63,13 +63,18 @@ class Timed:
 def run(
     context: typer.Context,
     target: Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")] = None,
-    drafter: Annotated[str, typer.Option(help="Drafter to set against plain decoding.")] = "suffix",
+    drafter: Annotated[
+        Literal["suffix", "lookup", "random"], typer.Option(help="Drafter to set against plain decoding.")
+    ] = "suffix",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 96,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same for both.")] = 1,
-    numerics: Annotated[str, typer.Option(help="exact or fast.")] = "exact",
+    numerics: Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")] = "exact",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.")
+    ] = 0,
 ) -> None:
     """Generate each prompt twice and compare; exits 1 if a text differs."""
     if context.invoked_subcommand is not None:
@@ -81,18 +86,19 @@ def run(
     for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "tokens a pass", "identical"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     identical = True
-    with Local(folder, drafters=(drafter,), numerics=numerics) as local:
+    console.print("[dim]Loading the target; the very first start compiles the CPU kernels, some ten seconds.[/]")
+    with Local(folder, drafters=(drafter,), numerics=numerics, threads=threads) as local:
         info = local.model()
         console.print(f"[dim]{info.model}, {info.numerics_id}; seed {seed}[/]")
         local.generate("warm up", drafter="none", max_tokens=4, temperature=0.0)
         for name, prompt in PROMPTS.items():
             degrees = TEMPERATURES.get(name, 0.0) if temperature is None else temperature
             console.rule(f"{name}, T = {degrees:g}")
+            runs: dict[str, Timed] = {}
+            for who in ("none", drafter):
+                with console.status("[dim]plain decoding[/]" if who == "none" else f"[dim]with {who}[/]"):
+                    runs[who] = _timed(local, prompt, who, max_tokens=max_tokens, temperature=degrees, seed=seed)
             console.print(Text(prompt, style="dim"), end="")
-            runs = {
-                who: _timed(local, prompt, who, max_tokens=max_tokens, temperature=degrees, seed=seed)
-                for who in ("none", drafter)
-            }
             plain, drafted = runs["none"], runs[drafter]
             _print_coloured(console, drafted.result, pieces)
             same = plain.result.token_ids == drafted.result.token_ids and plain.result.text == drafted.result.text
@@ -112,10 +118,14 @@ def run(
     if not identical:
         console.print("[red]A text differs from plain decoding: that must not happen.[/]")
         raise typer.Exit(1)
+    console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing.")
     console.print("Try next:")
-    console.print('  .venv/bin/specla generate "def add(a, b):" --max-tokens 64 --temperature 0.7 --seed 7')
-    console.print("  .venv/bin/specla serve all          # then Generate from any gRPC client: see README.md")
-    console.print("  .venv/bin/specla bench --help       # measure it on this machine")
+    for command in (
+        '  .venv/bin/specla generate "def add(a, b):" --max-tokens 64 --temperature 0.7 --seed 7',
+        "  .venv/bin/specla serve all          # then Generate from any gRPC client: see README.md",
+        "  .venv/bin/specla bench --help       # measure it on this machine",
+    ):
+        console.print(command, soft_wrap=True)
 
 
 def _timed(local: Local, prompt: str, drafter: str, *, max_tokens: int, temperature: float, seed: int) -> Timed:

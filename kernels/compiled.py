@@ -4,9 +4,10 @@ The PyTorch forms (convolution.py, rowwise.py, gated_delta.py, commit.py) spend 
 operation to the next. Here a layer's convolution, norms, gates, recurrence and output gate are one function, compiled
 by numba, and a state is read while it lies in the nearest cache.
 
-Bits: every operation is IEEE float32, in the order written. Nothing is contracted or reordered, loops vectorise along
-channels only, and exp is a polynomial of ours. So a row's bits depend on its own path alone, whatever the tree, the
-batch or the vector unit, and a state committed from factors has the bits of one formed inside a pass.
+Bits: every operation is IEEE float32, in the order written; the gates alone go through float64 and are rounded once.
+Nothing is contracted or reordered, loops vectorise along channels only, and exp is a polynomial of ours. So a row's
+bits depend on its own path alone, whatever the tree, the batch or the vector unit, and a state committed from factors
+has the bits of one formed inside a pass.
 
 Functions take NumPy arrays, C-contiguous, float32 unless said otherwise; dimensions as in the PyTorch forms.
 """
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 _f4 = np.float32
 _ZERO, _ONE = _f4(0.0), _f4(1.0)
 L2_EPS = 1e-6  # of the normalisation of q and k, fixed in fla's kernels
-_SOFTPLUS_LINEAR = 20.0  # beyond it softplus(x) is x to the last bit, as PyTorch has it
+_SOFTPLUS_LINEAR = 20.0  # beyond it softplus(x) is x to float32's last bit, as PyTorch has it
 
 _LEAST_EXP, _MOST_EXP = _f4(-87.0), _f4(88.0)  # 2^n stays a normal number
 _LOG2_E = _f4(1.44269504)

@@ -48,10 +48,10 @@ FORMS: Final = (
     Form("rows"),
 )
 
-MAX_ROWS: Final = 129  # the largest pass: a root and 128 candidates
+MAX_ROWS: Final = 256  # of one call, proved at every start; more rows are several calls
 PACKED_ROWS: Final = 256  # rows the packed product takes in one sweep over the weights
 BLOCKED_ROWS: Final = 16  # rows oneDNN's order of weights is chosen for
-CHECKED_WIDTHS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, MAX_ROWS)
+CHECKED_WIDTHS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 129, 200, MAX_ROWS)
 PROBED_ROWS: Final = 3
 TOLERANCE: Final = 1e-5  # RMS of the product's error over RMS of the product
 
@@ -107,6 +107,8 @@ class DenseWeight:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x @ W^T without checks of x: [R, in] float32 to [R, out]; `exact_linear` checks."""
         R = x.shape[0]
+        if R > MAX_ROWS:
+            return torch.cat([self.product(part) for part in x.split(MAX_ROWS)])
         missing = -R % self.form.step
         if missing:
             return self._multiply(functional.pad(x, (0, 0, 0, missing)))[:R]

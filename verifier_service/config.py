@@ -8,7 +8,7 @@ from typing import Literal
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.settings import ServingConfig
 
-MAX_ROWS = 129  # the root and 128 candidates, DESIGN's limit of one session's pass
+MAX_ROWS = 129  # the root and 128 candidates: the most that one session's part of a pass may have
 SHIPPED_TARGET = Path(__file__).resolve().parent.parent / "models"
 
 

@@ -52,7 +52,7 @@ def _devices() -> None:
     try:
         import torch
     except ModuleNotFoundError:
-        _say("device", "none: torch is not installed; pip install 'specla[verifier]' brings it")
+        _say("device", "none: torch is not installed; the extra [verifier] brings it: see README.md")
         return
     _say("cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     if torch.cuda.is_available():

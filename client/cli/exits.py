@@ -29,7 +29,7 @@ def exit_codes() -> Iterator[None]:
         complain(str(error))
         raise typer.Exit(FAILED) from None
     except ModuleNotFoundError as error:
-        complain(f"{error.name} is not installed; pip install 'specla[verifier]' (or [train], [dev]) brings it")
+        complain(f"{error.name} is not installed; the extra [verifier] ([train], [dev]) brings it: see README.md")
         raise typer.Exit(FAILED) from None
     except FileNotFoundError as error:
         complain(f"{error.filename}: no such file")

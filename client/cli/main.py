@@ -15,7 +15,7 @@ _ELSEWHERE = {
     "bench": "Measure speed, identity and acceptance.",
     "data": "Build training data.",
     "demo": "Plain and speculative decoding of the same prompts, one after the other.",
-    "train": "Train targets and drafters.",
+    "train": "Train targets.",
 }
 
 
@@ -55,8 +55,15 @@ def _elsewhere() -> dict[str, EntryPoint]:
 def _load(point: EntryPoint) -> Any:
     with exit_codes():
         command = typer.main.get_command(point.load())
-        command.name = point.name
-        return command
+    command.name = point.name
+    run = command.invoke
+
+    def invoke(context: Any) -> Any:
+        with exit_codes():
+            return run(context)
+
+    command.invoke = invoke  # type: ignore[assignment, method-assign]
+    return command
 
 
 app = typer.Typer(

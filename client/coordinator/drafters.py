@@ -181,6 +181,7 @@ class Attaching:
         """Detach. Harmless twice."""
         self.wait_until = None
         self._member = None
+        self._epoch = 0  # what the verifier may still say of this drafter is not about the next one
         if self._attachment is not None:
             self._attachment.cancel()
             self._attachment = None

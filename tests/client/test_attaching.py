@@ -6,7 +6,7 @@ import pytest
 from coordinating import coordinator, request, tell, text_of, until
 from scripted_verifier import ScriptedDrafter, ScriptedVerifier
 
-from specla.client.coordinator.drafters import DrafterMember
+from specla.client.coordinator.drafters import Attaching, DrafterMember
 from specla.rpc.errors import InvalidRequestError
 from specla.v1 import common_pb2, verifier_pb2
 
@@ -67,6 +67,25 @@ async def test_the_loss_of_one_brings_the_next_and_the_text_goes_on(how: str) ->
     verifier.go_on()
     assert (await task).ids == text_of(20)
     assert len(first.attachments) == 1
+
+
+async def test_the_next_one_is_not_blamed_for_the_loss_of_the_former() -> None:
+    """The verifier's word of the loss comes late: after the call's end, before the next drafter's token."""
+    first, second = ScriptedDrafter("first"), ScriptedDrafter("second")
+    members = [DrafterMember(first, 2.0), DrafterMember(second, 2.0)]
+    sent: list[verifier_pb2.SessionCommand] = []
+    attaching = Attaching(members, bytes(16), sent.append, lambda: None, timeout=2.0)
+    attaching.begin()
+    attaching.on_issued(verifier_pb2.AttachIssued(epoch=1, attach_token=b"t"))
+    first.attachments[0].lose()
+    attaching.step()
+    late = verifier_pb2.DrafterChanged(epoch=1, reason=verifier_pb2.CLOSED_REASON_LOST)
+    attaching.on_changed(late)
+    attaching.on_issued(verifier_pb2.AttachIssued(epoch=2, attach_token=b"u"))
+    assert [len(drafter.attachments) for drafter in (first, second)] == [1, 1]
+    assert members[1].not_before == 0.0
+    assert len(sent) == 2  # a token was asked for twice, not three times
+    attaching.end()
 
 
 async def test_a_lone_one_is_tried_again_later() -> None:

@@ -105,7 +105,30 @@ def test_standard_input_that_is_no_text_exits_2() -> None:
 def test_without_torch_generate_says_what_to_install() -> None:
     done = specla("generate", "a")
     assert done.returncode == 1
-    assert "specla[verifier]" in done.stderr
+    assert "torch is not installed; the extra [verifier]" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["bench", "passes"], ["train", "target", "--config", "nowhere.toml"], ["demo"]])
+def test_without_torch_commands_of_other_parts_say_what_to_install(arguments: list[str]) -> None:
+    done = specla(*arguments)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("specla: torch is not installed; the extra [verifier]")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "drafters", "--temperatures", "x"], "no list of numbers"),
+        (["bench", "drafters", "--names", "lookup"], "none, plain decoding"),
+        (["demo", "--numerics", "foo"], "foo"),
+        (["demo", "--drafter", "none"], "none"),
+    ],
+)
+def test_wrong_values_of_other_parts_commands_exit_2(arguments: list[str], said: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert done.exit_code == 2, done.output
+    assert said in done.output
 
 
 def test_health_of_nothing_exits_1() -> None:

@@ -34,7 +34,7 @@ def test_every_width_gives_the_same_bits(shape, threads):
     x = random(dense.MAX_ROWS, shape[1], seed=1)
     whole = exact_linear(x, weight)
     small = threads == 1 and shape[0] < 2000
-    widths = range(1, dense.MAX_ROWS + 1) if small else (*range(1, 18), 24, 33, 50, 64, 65, 100, 128)
+    widths = range(1, dense.MAX_ROWS + 1) if small else (*range(1, 18), 24, 33, 50, 64, 65, 100, 129, 200, 255)
     different = [R for R in widths if not torch.equal(exact_linear(x[-R:], weight), whole[-R:])]
     assert different == []
 
@@ -54,6 +54,14 @@ def test_neither_place_nor_neighbours_nor_memory_matter(shape, threads):
             buffer.fill_([torch.nan, torch.inf, 0.0][attempt // 6 % 3])
         buffer[place] = row[0]
         assert torch.equal(exact_linear(buffer, weight)[place], alone)
+
+
+@pytest.mark.parametrize("rows", [257, 300, 513, 1000])
+def test_more_rows_than_one_call_takes_have_the_same_bits(rows, threads):
+    weight, x = DenseWeight(random(300, 512)), random(rows, 512, seed=1)
+    whole = exact_linear(x, weight)
+    for row in (0, 100, 255, 256, rows - 1):
+        assert torch.equal(exact_linear(x[row : row + 1], weight)[0], whole[row])
 
 
 def test_strided_rows_have_the_same_bits():
@@ -119,7 +127,7 @@ def test_a_product_that_depends_on_the_number_of_rows_is_refused(bad_rows, monke
     monkeypatch.setattr(Broken, "bad_rows", bad_rows)
     good, broken = DenseWeight(random(40, 48)), Broken(random(40, 48))
     dense.verify_row_independence([good])
-    with pytest.raises(DenseError, match=rf"\[40, 48\] is not exact.*between {bad_rows} and 129 rows"):
+    with pytest.raises(DenseError, match=rf"\[40, 48\] is not exact.*between {bad_rows} and 256 rows"):
         dense.verify_row_independence([good, broken])
 
 
