@@ -70,15 +70,22 @@ def identity(
 
     folder = target or default_target()
     names = _drafters(drafters, "--drafters")
+    joined = [join.strip() for join in joins.split(",")]
+    if unknown := [join for join in joined if join not in ("one process", "services")]:
+        raise typer.BadParameter(f"no join is called {unknown[0]!r}", param_hint="--joins")
     columns = work.cases(
         names,
         _numbers(temperatures, "--temperatures"),
-        [join.strip() for join in joins.split(",")],
+        joined,
         batch,
         baseline_batch,
     )
     chosen = load(prompts, limit=limit)
-    texts = work.Journal(journal)
+    settings = work.settings_of(chosen, numerics=numerics, max_tokens=max_tokens, max_nodes=max_nodes)
+    try:
+        texts = work.Journal(journal, settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--journal") from None
     wanted = {prompt.id for prompt in chosen}
     done = sum(len(wanted & set(texts.of(case))) for case in columns)
     drafting = [name for name in names if name != "none"]

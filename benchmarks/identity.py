@@ -4,10 +4,11 @@ The baseline is plain decoding in one process, `baseline_batch` sessions at a ti
 of a journal, so that a run that was broken off goes on where it stopped.
 """
 
+import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,15 +129,28 @@ def run_case(
 
 
 class Journal:
-    """The texts generated so far, kept in a file of one line each."""
+    """The texts generated so far, kept in a file: a line of what all of them were made with, then a line each.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: made if it does not exist; an existing one is gone on with.
+        settings: what a text depends on, or is meant to prove (prompts, length, numerics, ...).
+
+    Raises:
+        ValueError: the existing one was made with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object] | None = None) -> None:
         self.path = path
+        self.settings = dict(settings or {})
         self.texts: dict[tuple[Case, str], Text] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            for line in path.read_text().splitlines():
-                self._keep(Text.from_line(line))
+        whole = path.read_text() if path.exists() else ""
+        lines = whole[: whole.rfind("\n") + 1].splitlines()  # a run that was killed leaves half a line
+        if lines and (found := json.loads(lines[0]).get("settings")) != self.settings:
+            raise ValueError(f"{path} was made with {found}, not {self.settings}: give another --journal")
+        for line in lines[1:]:
+            self._keep(Text.from_line(line))
+        path.write_text("".join(f"{line}\n" for line in lines or [json.dumps({"settings": self.settings})]))
 
     def add(self, text: Text) -> None:
         """Keep a text, in the file too."""
@@ -209,6 +223,12 @@ def _column(journal: Journal, case: Case, prompts: Sequence[Prompt]) -> list[Tex
     return [texts[prompt.id] for prompt in prompts]
 
 
+def settings_of(prompts: Sequence[Prompt], **settings: str | int) -> dict[str, str | int]:
+    """A journal's settings: the given ones, and a digest of the prompts' ids and texts."""
+    digest = hashlib.sha256(json.dumps([(prompt.id, prompt.text) for prompt in prompts]).encode()).hexdigest()
+    return {**settings, "prompts": digest[:16]}
+
+
 def _add_same_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Sequence[Text]) -> None:
     differing = sum(a.token_ids != b.token_ids for a, b in zip(texts, baseline, strict=True))
     tokens, passes = sum(len(text.token_ids) for text in texts), sum(text.passes for text in texts)
@@ -219,6 +239,9 @@ def _add_same_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Se
     made.goals.append(
         Goal(name=f"{case}: texts that differ", want=0, got=differing, unit=f"of {len(texts)}", sense="at most")
     )
+    if case.drafter != "none":  # that no draft changes a text is shown by drafts, not by their absence
+        name, each = f"{case}: candidates verified a text", drafted / len(texts)
+        made.goals.append(Goal(name=name, want=1.0, got=each, unit="candidates", sense="at least"))
 
 
 def _add_other_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Sequence[Text]) -> None:

@@ -37,6 +37,12 @@ def exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None
+    except RuntimeError as error:
+        # An interrupt in the middle of a lock's own code can surface as a complaint of the lock.
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        complain("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         _drop_output()  # its reader has gone: nobody is left to tell
         raise typer.Exit(FAILED) from None

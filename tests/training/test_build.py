@@ -123,7 +123,10 @@ def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
     }
     records = {
         "config": config,
-        "manifest": {"sources": [source | {"contaminated": 3, "tokens": 5_000_000}]},
+        "manifest": {
+            "sources": [source | {"contaminated": 3, "tokens": 5_000_000}],
+            "tokens": dict.fromkeys(domains, {"train": 5_000_000}) | {"docs": {"train": 6_000_000}},
+        },
         "training": {
             "config": settings | {"mix": dict.fromkeys(domains, 0.25)},
             "device": "CPU",
@@ -155,5 +158,6 @@ def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
         "78.5% at temperature 0",
         "a b",
         "| prose | npm: tales 1.5 | PD | 5.0 M |",
+        "This training read 5.0 M of the 6.0 M tokens of docs that the commands above build",
     ):
         assert part in card

@@ -83,14 +83,14 @@ def test_reasons_and_their_precedence() -> None:
         Stopping(max_tokens=-1).validate(10)
 
 
-# The distribution of two tokens behind a fixed prefix, drafted by a tree: the two best candidates of the root.
+# The distribution of two tokens behind fixed prefixes, drafted by a tree: the two best candidates of the root.
 
 
-@pytest.fixture(scope="module")
-def drafted_tree(tiny_target: Path) -> tuple[Topology, list[int], NDArray[np.float32]]:
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def drafted_tree(request: pytest.FixtureRequest, tiny_target: Path) -> tuple[Topology, list[int], NDArray[np.float32]]:
     """A tree of likely candidates and the target's logits after each of its rows."""
     engine = engine_of(tiny_target)
-    session = open_ready(engine, random_prompt(320, 20, seed=1))
+    session = open_ready(engine, random_prompt(320, 20, seed=request.param))
     assert session.slot is not None
 
     def logits_of(parents: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -107,7 +107,7 @@ def drafted_tree(tiny_target: Path) -> tuple[Topology, list[int], NDArray[np.flo
     best, second = (int(i) for i in np.argsort(-first)[:2])
     rows = [first]
     for token in (best, second):
-        session = open_ready(engine, [*random_prompt(320, 20, seed=1), token])
+        session = open_ready(engine, [*random_prompt(320, 20, seed=request.param), token])
         rows.append(logits_of([], [])[0])
     engine.close()
     return Topology.from_wire([-1, -1], [best, second]), [best, second], np.stack(rows)
@@ -130,7 +130,7 @@ def committed(tree: tuple[Topology, list[int], NDArray[np.float32]], temperature
 
 def wrongly_committed(tree: tuple[Topology, list[int], NDArray[np.float32]], temperature: float) -> Pairs:
     """A candidate is taken with its target probability, and else a token is drawn from the whole target distribution:
-    the mistake of treating certain candidates as if sampled (fault 13)."""
+    the mistake of treating certain candidates as if sampled."""
     topology, tokens, logits = tree
     found: Pairs = Counter()
     rng = np.random.default_rng(0)
@@ -181,10 +181,10 @@ def chi_square_p(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_committed_tokens_have_the_targets_distribution(
-    drafted_tree: tuple[Topology, list[int], NDArray[np.float32]],
+    drafted_tree: tuple[Topology, list[int], NDArray[np.float32]], temperature: float
 ) -> None:
-    temperature = 0.7
     p, freedom = chi_square_p(committed(drafted_tree, temperature), drafted_tree, temperature)
     assert freedom > 30
     assert p > 1e-3

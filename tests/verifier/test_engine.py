@@ -77,7 +77,7 @@ def test_fast_mode_gives_the_same_text_with_drafts(tiny_target_of: Callable[...,
 
 
 def test_nothing_beyond_the_end_of_the_text(engine: Engine) -> None:
-    """Accepted candidates behind max_tokens, a stop id or end-of-text are neither sent nor counted (fault 11)."""
+    """Accepted candidates behind max_tokens, a stop id or end-of-text are neither sent nor counted."""
     prompt = random_prompt(VOCAB, 12, seed=3)
     answer = generate(engine, prompt).tokens
     stop = answer[4]
@@ -138,7 +138,7 @@ def test_a_session_whose_logits_are_no_numbers_fails_alone(engine: Engine) -> No
 
 
 def test_features_are_those_of_the_committed_text(engine: Engine) -> None:
-    """Whatever was rejected on the way; one position a token, right layer (fault 17)."""
+    """Whatever was rejected on the way; one position a token, right layer."""
     keep = FeatureWindow(layers=(1, 0, -1), window=16)
     prompt = random_prompt(VOCAB, 30, seed=6)
     answer = generate(engine, prompt).tokens

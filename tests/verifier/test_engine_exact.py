@@ -74,7 +74,7 @@ def _right_chain(tokens: list[int]) -> tuple[list[int], list[int]]:
 
 
 def test_same_bits_in_any_company(engine: Engine) -> None:
-    """Sessions of different prompts, seeds and drafts join, sit out and leave passes in any order (faults 1, 6, 8)."""
+    """Sessions of different prompts, seeds and drafts join, sit out and leave passes in any order."""
     rng = random.Random(3)
     samplings = list(SAMPLINGS.values())
     prompts = [random_prompt(VOCAB, rng.randint(1, 40), seed) for seed in range(7)]
@@ -101,7 +101,7 @@ def test_same_bits_in_any_company(engine: Engine) -> None:
 
 
 def test_a_plain_step_after_accepted_drafts(engine: Engine) -> None:
-    """The state of the last accepted row is used, not that of the root (fault 1), empty drafts included (fault 9)."""
+    """The state of the last accepted row is used, not that of the root, empty drafts included."""
     prompt = random_prompt(VOCAB, 12, seed=4)
     plain = generate(engine, prompt)
 
