@@ -125,7 +125,7 @@ def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
         "config": config,
         "manifest": {
             "sources": [source | {"contaminated": 3, "tokens": 5_000_000}],
-            "tokens": dict.fromkeys(domains, {"train": 5_000_000}) | {"docs": {"train": 6_000_000}},
+            "tokens": {domain: {"train": 5_000_000} for domain in domains} | {"docs": {"train": 6_000_000}},
         },
         "training": {
             "config": settings | {"mix": dict.fromkeys(domains, 0.25)},

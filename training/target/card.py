@@ -87,8 +87,8 @@ def _data(manifest: Json, training: Json) -> str:
 {table}
 
 Distinct tokens of natural text and code: {_millions(natural)}. Distinct templated tokens, counted apart:
-{_millions(distinct["maths"])}; the templates are this project's own and reasoning-gym's, none derives from GSM8K.{_unread(manifest, training)}
-
+{_millions(distinct["maths"])}; the templates are this project's own and reasoning-gym's, none derives from GSM8K.
+{_unread(manifest, training)}
 Cleaned, deduplicated by line and paragraph, split by the hash of each document (one in 200 for validation, one in 200
 for test). HumanEval, GSM8K's test problems (a published sample of 100) and reasoning-gym's gsm_symbolic are for
 evaluation only: a document that shares 13 words in a row with them was left out ({dropped} documents)."""
@@ -104,7 +104,7 @@ def _unread(manifest: Json, training: Json) -> str:
     ]
     if not parts:
         return ""
-    return f"\n\nThis training read {' and '.join(parts)} that the commands above build; a new one reads all of them."
+    return f"\nThis training read {' and '.join(parts)} that the commands above build; a new one reads all of them.\n"
 
 
 def _quality(measured: Json) -> str:
