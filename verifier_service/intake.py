@@ -292,7 +292,8 @@ def check_draft(seq: int, topology: verifier_pb2.Topology, limits: Limits) -> Dr
     try:
         tree = Topology.from_wire(parents, tokens, max_rows=limits.max_rows)
     except TopologyError as error:
-        raise TopologyRefusedError("topology.parents", str(error)) from None
+        hint = f"-1 is the root; parents come first, siblings differ; at most {limits.max_rows - 1} candidates"
+        raise TopologyRefusedError("topology.parents", str(error), hint=hint) from None
     check_ids("topology.tokens", tokens, limits.vocab_size)
     check_ids("topology.assumed", assumed, limits.vocab_size)
     check_ids("topology.root_token", (topology.root_token,), limits.vocab_size)

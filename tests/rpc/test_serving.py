@@ -251,6 +251,11 @@ async def test_messages_of_more_than_4_mib_pass(channel: grpc.aio.Channel) -> No
     assert MAX_MESSAGE_BYTES == 64 << 20
 
 
+async def test_messages_beyond_the_limit_are_refused(channel: grpc.aio.Channel) -> None:
+    error = await failure(unary(channel)(StringValue(value="x" * (MAX_MESSAGE_BYTES + 1))))
+    assert error.code == "RESOURCE_EXHAUSTED"
+
+
 async def test_a_busy_port_is_refused(server: GrpcServer, service: Service) -> None:
     second = GrpcServer(ServingConfig(port=server.port), ["test.Test"], service.register)
     with pytest.raises(ServiceUnavailableError, match=str(server.port)):
