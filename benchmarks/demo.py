@@ -118,7 +118,8 @@ def run(
     if not identical:
         console.print("[red]A text differs from plain decoding: that must not happen.[/]")
         raise typer.Exit(1)
-    console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing.")
+    console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing. Each text was timed")
+    console.print("once, so a machine's own noise shows: `specla bench drafters` measures properly.")
     console.print("Try next:")
     for command in (
         '  .venv/bin/specla generate "def add(a, b):" --max-tokens 64 --temperature 0.7 --seed 7',
