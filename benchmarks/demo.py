@@ -66,7 +66,7 @@ def run(
     drafter: Annotated[
         Literal["suffix", "lookup", "random"], typer.Option(help="Drafter to set against plain decoding.")
     ] = "suffix",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 80,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")
     ] = None,
@@ -118,8 +118,8 @@ def run(
     if not identical:
         console.print("[red]A text differs from plain decoding: that must not happen.[/]")
         raise typer.Exit(1)
-    console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing. Each text was timed")
-    console.print("once, so a machine's own noise shows: `specla bench drafters` measures properly.")
+    console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing.")
+    console.print("Each text was timed once, noise of the machine included: `specla bench drafters` measures properly.")
     console.print("Try next:")
     for command in (
         '  .venv/bin/specla generate "def add(a, b):" --max-tokens 64 --temperature 0.7 --seed 7',
