@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import structlog
 
-from specla.rpc.errors import SpeclaError
 from specla.rpc.serving import GrpcServer
 from specla.rpc.waker import LoopWaker
 from specla.v1 import verifier_pb2, verifier_pb2_grpc
@@ -119,9 +118,9 @@ async def _unread(
         if ended:
             return
         if reader.done() and not reader.cancelled() and (broken := reader.exception()) is not None:
-            if isinstance(broken, SpeclaError):
-                raise broken
-            return  # the other side is gone
+            if isinstance(broken, grpc.aio.BaseError):
+                return  # the other side is gone
+            raise broken
 
 
 class VerifierServer:

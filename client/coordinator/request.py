@@ -26,7 +26,7 @@ _MAX_NAME = 1024  # characters of a drafter's name, of a numerics_id
 
 _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
     # The verifier's own ranges. Comparisons with NaN are false, so NaN is refused everywhere.
-    "temperature": (lambda t: t == 0 or _SMALLEST_TEMPERATURE <= t < math.inf, "0 (greedy), or finite, from 0.0001"),
+    "temperature": (lambda t: t == 0 or _SMALLEST_TEMPERATURE <= t < math.inf, "0 (greedy), or at least 0.0001"),
     "top_k": (lambda k: k >= 0, "0 (off) or more"),
     "top_p": (lambda p: 0 < p <= 1, "above 0, at most 1 (off)"),
     "min_p": (lambda p: 0 <= p <= 1, "from 0 (off) to 1"),
