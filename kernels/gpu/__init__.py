@@ -1,0 +1,1 @@
+"""Triton kernels: verification, commit, convolution and sampling on a GPU, and the choice between them."""

@@ -1,0 +1,232 @@
+"""One pass as the GPU kernels see it: which sessions, which rows, what to commit first, where factors go.
+
+Every size is data: a bucket's arrays have fixed addresses and lengths, so that one captured CUDA graph serves every
+batch that fits. They are views of one int32 buffer, filled on the host and copied at once.
+
+Sessions, rows and pool rows. A pass holds B places for sessions and R for rows; place b's rows are row_start[b] to
+row_start[b + 1], root first. Unused session places have slot -1 and no rows, unused row places session -1. What a row
+does to the state goes to a row of its session's *pool* (factor_pool.py), named by `pool_row`; what earlier passes left
+to be done is named by `pending`, and the convolution's inputs before the root by `history`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specla.kernels.gpu.schedule import schedule
+from specla.kernels.topology import MAX_ROWS, Topology
+
+NO_SLOT = -1
+ZEROS = -1
+"""A pool row that is not there: the zeros before the prompt."""
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The sizes that a captured graph is made for.
+
+    Attributes:
+        sessions: B, places for sessions.
+        rows: R, places for rows of all sessions together.
+        tree_rows: N, the most rows of one session, 1 to 129.
+        pending: the most factors a session may have waiting.
+        taps: W, taps of the convolution.
+        groups: programs that share a session's tree in the chain-decomposed kernel (1: one program walks it all).
+    """
+
+    sessions: int
+    rows: int
+    tree_rows: int
+    pending: int = 16
+    taps: int = 4
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that no pass can have."""
+        if not (1 <= self.sessions <= self.rows and 1 <= self.tree_rows <= min(self.rows, MAX_ROWS)):
+            raise ValueError(f"{self}: want 1 <= sessions <= rows and 1 <= tree_rows <= min(rows, {MAX_ROWS})")
+        if self.pending < 0 or self.taps < 1 or self.groups < 1:
+            raise ValueError(f"{self}: want pending >= 0, taps >= 1 and groups >= 1")
+
+    @property
+    def words(self) -> int:
+        """32-bit words of one row's ancestor set."""
+        return (self.tree_rows + 31) // 32
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every array, in the order in which they lie in the buffer."""
+        B, R = self.sessions, self.rows
+        return {
+            "slot": (B,),
+            "row_start": (B + 1,),
+            "pending_len": (B,),
+            "write_state": (B,),
+            "groups": (B,),
+            "pending": (B, self.pending),
+            "history": (B, self.taps - 1),
+            "row_session": (R,),
+            "pool_row": (R,),
+            "depth": (R,),
+            "ancestors": (R, self.words),
+            "tap": (R, self.taps - 1),
+            "schedule_len": (B, self.groups),
+            "schedule": (B, self.groups, self.tree_rows),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionPass:
+    """One session's part in a pass.
+
+    Attributes:
+        slot: where its state and its pool lie.
+        topology: its rows.
+        pool_rows: [N], the pool row that each row's factors are written to; none of those that are pending or history.
+        pending: pool rows of accepted tokens that the stored state lacks, oldest first.
+        history: [W - 1], pool rows of the last committed tokens before the root, oldest first; ZEROS before the prompt.
+        write_state: whether this pass stores the state with the pending factors applied.
+    """
+
+    slot: int
+    topology: Topology
+    pool_rows: Sequence[int]
+    pending: Sequence[int] = ()
+    history: Sequence[int] = ()
+    write_state: bool = True
+
+
+class PassBatch:
+    """A bucket's arrays on the device, with fixed addresses; `fill` replaces their contents.
+
+    Attributes:
+        slot: int32 [B], the session's slot; NO_SLOT for an unused place.
+        row_start: int32 [B + 1].
+        pending_len: int32 [B].
+        write_state: int32 [B], 0 or 1.
+        groups: int32 [B], groups with rows; at most bucket.groups.
+        pending: int32 [B, pending], pool rows.
+        history: int32 [B, W - 1], pool rows or ZEROS.
+        row_session: int32 [R], the row's place b; -1 for an unused row.
+        pool_row: int32 [R].
+        depth: int32 [R].
+        ancestors: int32 [R, ceil(N / 32)], bit a of a row (in its session's numbering) set where a is it or above it.
+        tap: int32 [R, W - 1], tap t - 1 is the row's t-th ancestor: a row of the pass, or -d for the d-th token before
+            the root.
+        schedule_len: int32 [B, groups].
+        schedule: int32 [B, groups, N], steps of the serial kernels (see schedule.py).
+    """
+
+    slot: Tensor
+    row_start: Tensor
+    pending_len: Tensor
+    write_state: Tensor
+    groups: Tensor
+    pending: Tensor
+    history: Tensor
+    row_session: Tensor
+    pool_row: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    tap: Tensor
+    schedule_len: Tensor
+    schedule: Tensor
+
+    def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
+        """Arrays of an empty pass: all places unused."""
+        self.bucket = bucket
+        shapes = bucket.shapes()
+        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        pinned = torch.device(device).type == "cuda"
+        self._host = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
+        self.buffer = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        flat, self._arrays, at = self._host.numpy(), {}, 0
+        for name, shape in shapes.items():
+            setattr(self, name, self.buffer[at : at + sizes[name]].view(shape))
+            self._arrays[name] = flat[at : at + sizes[name]].reshape(shape)
+            at += sizes[name]
+        self.fill(())
+
+    def fill(self, sessions: Sequence[SessionPass]) -> None:
+        """Puts these sessions into the first places and leaves the others unused; one copy to the device.
+
+        Raises:
+            ValueError: more sessions, rows or pending factors than the bucket holds, or pool rows that overlap.
+        """
+        arrays, bucket = self._arrays, self.bucket
+        _check(sessions, bucket)
+        self._host.zero_()
+        arrays["slot"].fill(NO_SLOT)
+        arrays["row_session"].fill(-1)
+        arrays["history"].fill(ZEROS)
+        at = 0
+        for b, session in enumerate(sessions):
+            n = len(session.topology)
+            arrays["slot"][b] = session.slot
+            arrays["row_start"][b] = at
+            arrays["pending_len"][b] = len(session.pending)
+            arrays["write_state"][b] = session.write_state
+            arrays["pending"][b, : len(session.pending)] = session.pending
+            if session.history:
+                arrays["history"][b] = session.history
+            arrays["row_session"][at : at + n] = b
+            arrays["pool_row"][at : at + n] = session.pool_rows
+            arrays["depth"][at : at + n] = session.topology.depth
+            words = np.ascontiguousarray(session.topology.ancestors).view(np.int32)
+            used = min(words.shape[1], bucket.words)
+            arrays["ancestors"][at : at + n, :used] = words[:, :used]
+            arrays["tap"][at : at + n] = _taps(session.topology, at, bucket.taps)
+            steps = schedule(session.topology, bucket.groups)
+            arrays["groups"][b] = len(steps)
+            for group, words_of_group in enumerate(steps):
+                arrays["schedule_len"][b, group] = len(words_of_group)
+                arrays["schedule"][b, group, : len(words_of_group)] = words_of_group
+            at += n
+        arrays["row_start"][len(sessions) :] = at
+        self.buffer.copy_(self._host, non_blocking=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.buffer.device
+
+
+def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
+    if len(sessions) > bucket.sessions:
+        raise ValueError(f"{len(sessions)} sessions do not fit a bucket of {bucket.sessions}")
+    rows = sum(len(s.topology) for s in sessions)
+    if rows > bucket.rows:
+        raise ValueError(f"{rows} rows do not fit a bucket of {bucket.rows}")
+    slots = [s.slot for s in sessions]
+    if len(set(slots)) != len(slots) or any(slot < 0 for slot in slots):
+        raise ValueError(f"slots {slots}: give every session its own, from 0 on")
+    for session in sessions:
+        n, pool = len(session.topology), list(session.pool_rows)
+        if n > bucket.tree_rows:
+            raise ValueError(f"a tree of {n} rows does not fit a bucket of {bucket.tree_rows}")
+        if len(session.pending) > bucket.pending:
+            raise ValueError(f"{len(session.pending)} pending factors do not fit a bucket of {bucket.pending}")
+        if session.history and len(session.history) != bucket.taps - 1:
+            raise ValueError(f"history {list(session.history)}: give {bucket.taps - 1} pool rows, or none for zeros")
+        in_use = {row for row in (*session.pending, *session.history) if row != ZEROS}
+        if len(pool) != n or len(set(pool)) != n or in_use & set(pool) or min(pool) < 0:
+            raise ValueError(f"pool rows {pool} for {n} rows: give each its own, none of {sorted(in_use)} still in use")
+
+
+def _taps(topology: Topology, first_row: int, taps: int) -> Ints:
+    """[N, W - 1], the nearest first."""
+    parents = topology.parents
+    found = np.empty((len(topology), taps - 1), dtype=np.int32)
+    at = np.arange(len(topology), dtype=np.int32)
+    for t in range(taps - 1):
+        # Above the root, -1 stands for the last token before it, -2 for the one before that.
+        at = np.where(at >= 0, parents[np.maximum(at, 0)], at - 1).astype(np.int32)
+        found[:, t] = np.where(at >= 0, at + first_row, at)
+    return found
