@@ -1,0 +1,182 @@
+"""The deferred commit on a GPU: pending factors applied to a tile of the state, inside every verification kernel.
+
+`apply_pending` is the only code that turns accepted factors into state, one token after the other and with the same
+operations as a serial step (s <- alpha s, then s <- fma(k, u, s)), so a state has the bits of plain decoding however
+it was reached. `flush` does it alone, for sessions that are about to sit out, to move or to be saved.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specla.kernels.gpu.factor_pool import FactorPool
+
+AT_ONCE = 4
+"""Pending factors whose loads are in flight together."""
+
+_FLUSH_TILE = 8192  # elements of one program's tile
+_FLUSH_WARPS = 4
+
+
+@triton.jit
+def outer_step(s, alpha, k, u):
+    """The tile s [BK, BV] after one token: fma(k, u, alpha s), in verification and commit alike."""
+    return tl.fma(tl.broadcast_to(k[:, None], s.shape), tl.broadcast_to(u[None, :], s.shape), s * alpha)
+
+
+@triton.jit
+def apply_pending(
+    s,
+    p_pending,
+    n_pending,
+    p_pool_k,
+    p_pool_u,
+    p_pool_g,
+    o_k,
+    o_v,
+    i_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The tile s [BK, BV] of value head i_h after n_pending factors; p_pool_* point at the session's pool.
+
+    Several factors are loaded at once; places past the last one read as k = u = g = 0, which changes nothing.
+    """
+    m_k, m_v = o_k < K, o_v < V
+    for first in range(0, n_pending, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            used = first + i < n_pending
+            row = tl.load(p_pending + first + i, mask=used, other=0).to(tl.int64)
+            k = tl.load(p_pool_k + (row * H + i_h // (HV // H)) * K + o_k, mask=m_k & used, other=0.0).to(tl.float32)
+            u = tl.load(p_pool_u + (row * HV + i_h) * V + o_v, mask=m_v & used, other=0.0)
+            g = tl.load(p_pool_g + row * HV + i_h, mask=used, other=0.0)
+            s = outer_step(s, tl.exp(g), k, u)
+    return s
+
+
+@triton.jit
+def flush_kernel(
+    p_state,
+    p_pool_k,
+    p_pool_u,
+    p_pool_g,
+    p_slot,
+    p_pending,
+    p_pending_len,
+    sessions,
+    slots,
+    POOL: tl.constexpr,
+    PENDING: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Grid (tiles of V, HV, layers * sessions)."""
+    i_h, i_b = tl.program_id(1), tl.program_id(2) % sessions
+    slot = tl.load(p_slot + i_b).to(tl.int64)
+    n_pending = tl.load(p_pending_len + i_b)
+    if (slot < 0) | (n_pending == 0):
+        return
+    o_k, o_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    mask = (o_k < K)[:, None] & (o_v < V)[None, :]
+    slot += (tl.program_id(2) // sessions).to(tl.int64) * slots
+    p_tile = p_state + (slot * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
+    s = tl.load(p_tile, mask=mask, other=0.0)
+    pool = slot * POOL
+    s = apply_pending(
+        s,
+        p_pending + i_b * PENDING,
+        n_pending,
+        p_pool_k + pool * H * K,
+        p_pool_u + pool * HV * V,
+        p_pool_g + pool * HV,
+        o_k,
+        o_v,
+        i_h,
+        H,
+        HV,
+        K,
+        V,
+        AT_ONCE,
+    )
+    tl.store(p_tile, s, mask=mask)
+
+
+def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pending_len: Tensor) -> None:
+    """Applies pending factors to the stored states, for one layer or for all layers in one launch.
+
+    Args:
+        state: float32 [slots, HV, K, V], or [L, slots, HV, K, V]; the named slots are written in place.
+        pool: of the same slots; with the same leading L.
+        slot: int32 [B], all different; below 0 for places without a session.
+        pending: int32 [B, P], pool rows, oldest first; the same for all layers.
+        pending_len: int32 [B], how many of them count; 0 leaves the state untouched.
+
+    Raises:
+        ValueError: shapes, types or devices do not belong together.
+    """
+    *_, slots, value_heads, key_width, value_width = state.shape
+    layers = state.shape[0] if state.dim() == 5 else 1
+    check_state(state, pool)
+    sessions = slot.shape[0]
+    if pending.shape[0] != sessions or pending_len.shape != (sessions,):
+        raise ValueError(
+            f"slot {list(slot.shape)}, pending {list(pending.shape)}, pending_len {list(pending_len.shape)}: "
+            "give [B], [B, P] and [B]"
+        )
+    block_k = triton.next_power_of_2(key_width)
+    block_v = min(triton.next_power_of_2(value_width), max(16, _FLUSH_TILE // block_k))
+    flush_kernel[(triton.cdiv(value_width, block_v), value_heads, layers * sessions)](
+        state,
+        pool.k,
+        pool.u,
+        pool.g,
+        slot,
+        pending,
+        pending_len,
+        sessions,
+        slots,
+        POOL=pool.k.shape[-3],
+        PENDING=pending.shape[1],
+        H=pool.k.shape[-2],
+        HV=value_heads,
+        K=key_width,
+        V=value_width,
+        BK=block_k,
+        BV=block_v,
+        AT_ONCE=AT_ONCE,
+        num_warps=_FLUSH_WARPS,
+    )
+
+
+def check_state(state: Tensor, pool: FactorPool) -> None:
+    """Raises ValueError unless state and pool belong together and lie as the kernels read them."""
+    lead = tuple(state.shape[:-3])
+    value_heads, key_width, value_width = state.shape[-3:]
+    rows, heads = pool.k.shape[-3:-1]
+    fits = (
+        state.dtype == pool.u.dtype == pool.g.dtype == torch.float32
+        and pool.k.shape == (*lead, rows, heads, key_width)
+        and pool.u.shape == (*lead, rows, value_heads, value_width)
+        and pool.g.shape == (*lead, rows, value_heads)
+        and value_heads % heads == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"state {state.dtype} {list(state.shape)}, pool k {list(pool.k.shape)}, u {pool.u.dtype} "
+            f"{list(pool.u.shape)}, g {list(pool.g.shape)}: want state [slots, HV, K, V], k [slots, F, H, K], "
+            "u [slots, F, HV, V] and g [slots, F, HV], all but k in float32, HV a multiple of H"
+        )
+    tensors = (state, pool.k, pool.u, pool.g)
+    if not all(x.is_contiguous() for x in tensors) or len({x.device for x in tensors}) > 1:
+        raise ValueError("state and pool must be contiguous and on one device")

@@ -1,0 +1,291 @@
+"""The serial verification kernels: chains, and trees decomposed into chains. The only ones that exact mode uses.
+
+A program owns one head's tile of the state, [K, BV], in registers. It applies the pending factors, stores the tile if
+the pass says so, then walks rows: s <- alpha s; r = S^T k and y = S^T q, summed over K in one fixed order;
+u = beta (v - r); s <- fma(k, u, s); o = y + (q . k) u. Nothing is written between rows but outputs and factors.
+
+Trees. A bucket with one group walks the whole tree in a program, keeping a state where the tree branches and fetching
+it for later children. With more groups, each is a program that walks its share of the leaves from the root on (see
+schedule.py); all of them read the stored tile, and the last to have read it stores it with the pending factors.
+
+Exactness. Every form has the same tile and the same arithmetic in the same order, so a row's bits depend on its path
+alone: not on the tree, the batch, the groups, or whether its ancestors were candidates or committed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specla.kernels.gpu.commit import AT_ONCE, apply_pending, check_state, outer_step
+from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.pass_batch import Bucket, PassBatch
+from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, PLACE_MASK, PLACES, ROW_BITS
+
+
+class Tile(NamedTuple):
+    """What a program of the serial kernels owns. Pinned: it decides the order of the sums over K."""
+
+    block_k: int
+    block_v: int
+    warps: int
+
+
+def serial_tile(key_width: int) -> Tile:
+    """The tile for a key width, whatever the batch: one warp, so that no sum crosses warps."""
+    block_k = triton.next_power_of_2(key_width)
+    return Tile(block_k, 8 if block_k <= 256 else 4, 1)
+
+
+class SerialWorkspace(NamedTuple):
+    """What the serial kernels keep during one launch; one serves all layers and passes of a bucket."""
+
+    kept: Tensor
+    """float32, the states kept where trees branch: [B, groups, HV, tiles of V, PLACES, BK, BV]."""
+    arrived: Tensor
+    """int32 [B, HV, tiles of V], programs that have read a tile in this launch; 0 between launches."""
+
+    @classmethod
+    def empty(
+        cls, bucket: Bucket, value_heads: int, key_width: int, value_width: int, device: torch.device | str
+    ) -> SerialWorkspace:
+        """For a bucket and a layer's shape; trees need the kept states, chains of one group (tree_rows 1) none."""
+        tile = serial_tile(key_width)
+        tiles = triton.cdiv(value_width, tile.block_v)
+        places = PLACES if bucket.tree_rows > 2 else 1
+        kept = (bucket.sessions, bucket.groups, value_heads, tiles, places, tile.block_k, tile.block_v)
+        return cls(
+            torch.empty(kept, device=device),
+            torch.zeros(bucket.sessions, value_heads, tiles, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _store_tile(p_tile, s, mask, p_arrived, n_groups, GROUPS: tl.constexpr):
+    """Stores the committed tile; with several groups the last program that has read the old one does."""
+    if GROUPS == 1:
+        tl.store(p_tile, s, mask=mask)
+    else:
+        tl.debug_barrier()  # all threads have read the tile before this program counts as arrived
+        if tl.atomic_add(p_arrived, 1) == n_groups - 1:
+            tl.store(p_tile, s, mask=mask)
+            tl.store(p_arrived, 0)
+
+
+@triton.jit
+def verify_serial_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    p_state,
+    p_pool_k,
+    p_pool_u,
+    p_pool_g,
+    p_o,
+    p_kept,
+    p_arrived,
+    p_slot,
+    p_row_start,
+    p_pending_len,
+    p_write_state,
+    p_groups,
+    p_pending,
+    p_pool_row,
+    p_schedule_len,
+    p_schedule,
+    POOL: tl.constexpr,
+    PENDING: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROW_MASK: tl.constexpr,
+    EMIT_BIT: tl.constexpr,
+    KEEP_SHIFT: tl.constexpr,
+    FETCH_SHIFT: tl.constexpr,
+    PLACE_MASK: tl.constexpr,
+):
+    """Grid (tiles of V, HV, sessions * groups)."""
+    i_v, i_h, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b = i_bg // GROUPS
+    i_hk = i_h // (HV // H)
+    slot = tl.load(p_slot + i_b).to(tl.int64)
+    n_steps = tl.load(p_schedule_len + i_bg)
+    if (slot < 0) | (n_steps == 0):
+        return
+    start = tl.load(p_row_start + i_b)
+    n_pending = tl.load(p_pending_len + i_b)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    mask = m_k[:, None] & m_v[None, :]
+    p_tile = p_state + (slot * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
+    s = tl.load(p_tile, mask=mask, other=0.0)
+
+    # The first row's operands are on their way while the pending factors are applied.
+    p_steps = p_schedule + i_bg * STEPS
+    word = tl.load(p_steps)
+    next_word = tl.load(p_steps + 1, mask=n_steps > 1, other=0)
+    row = start + (word & ROW_MASK)
+    k = tl.load(p_k + (row * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+    q = tl.load(p_q + (row * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+    v = tl.load(p_v + (row * HV + i_h) * V + o_v, mask=m_v, other=0.0)
+    g = tl.load(p_g + row * HV + i_h)
+    beta = tl.load(p_beta + row * HV + i_h)
+    pool_row = tl.load(p_pool_row + row)
+
+    pool = slot * POOL
+    if n_pending > 0:
+        s = apply_pending(
+            s,
+            p_pending + i_b * PENDING,
+            n_pending,
+            p_pool_k + pool * H * K,
+            p_pool_u + pool * HV * V,
+            p_pool_g + pool * HV,
+            o_k,
+            o_v,
+            i_h,
+            H,
+            HV,
+            K,
+            V,
+            AT_ONCE,
+        )
+        if tl.load(p_write_state + i_b) != 0:
+            n_groups = tl.load(p_groups + i_b)
+            _store_tile(p_tile, s, mask, p_arrived + (i_b * HV + i_h) * tl.num_programs(0) + i_v, n_groups, GROUPS)
+
+    p_own_u = p_pool_u + pool * HV * V
+    p_own = p_kept + ((i_bg * HV + i_h) * tl.num_programs(0) + i_v).to(tl.int64) * (PLACES * BK * BV)
+    p_own += tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
+    for i in range(n_steps):
+        row_after = start + (next_word & ROW_MASK)
+        k_after = tl.load(p_k + (row_after * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+        q_after = tl.load(p_q + (row_after * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+        v_after = tl.load(p_v + (row_after * HV + i_h) * V + o_v, mask=m_v, other=0.0)
+        g_after = tl.load(p_g + row_after * HV + i_h)
+        beta_after = tl.load(p_beta + row_after * HV + i_h)
+        pool_row_after = tl.load(p_pool_row + row_after)
+        word_after = tl.load(p_steps + i + 2, mask=i + 2 < n_steps, other=0)
+
+        if PLACES > 1:
+            fetch = (word >> FETCH_SHIFT) & PLACE_MASK
+            if fetch > 0:
+                s = tl.load(p_own + (fetch - 1) * (BK * BV))
+        b_k, b_q = k.to(tl.float32), q.to(tl.float32)
+        s = s * tl.exp(g)
+        recalled = tl.sum(s * b_k[:, None], 0)
+        y = tl.sum(s * b_q[:, None], 0)
+        u = beta * (v.to(tl.float32) - recalled)
+        s = tl.fma(tl.broadcast_to(b_k[:, None], s.shape), tl.broadcast_to(u[None, :], s.shape), s)
+        o = tl.fma(tl.broadcast_to(tl.sum(b_q * b_k, 0), u.shape), u, y)
+        m_emit = m_v & (((word >> EMIT_BIT) & 1) > 0)
+        tl.store(p_o + (row * HV + i_h) * V + o_v, o.to(p_o.dtype.element_ty), mask=m_emit)
+        tl.store(p_own_u + (pool_row * HV + i_h) * V + o_v, u, mask=m_emit)
+        if PLACES > 1:
+            keep = (word >> KEEP_SHIFT) & PLACE_MASK
+            if keep > 0:
+                tl.store(p_own + (keep - 1) * (BK * BV), s)
+                tl.debug_barrier()  # whichever thread fetches an element, it has been stored
+
+        word, next_word, row, pool_row = next_word, word_after, row_after, pool_row_after
+        k, q, v, g, beta = k_after, q_after, v_after, g_after, beta_after
+
+
+def verify_serial(
+    rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor, workspace: SerialWorkspace
+) -> None:
+    """Outputs and factors of all rows, each continuing the state of its parent; exact.
+
+    Args:
+        rows: the layer's inputs, over the batch's row places.
+        state: float32 [slots, HV, K, V]; read, and where `batch.write_state` says so stored with the pending factors.
+        pool: its pending rows are read, the rows' u are written at `batch.pool_row`.
+        batch: which rows, sessions and pending factors; its bucket's `groups` programs share each tree.
+        o: [R, HV, V], float32 or the model's dtype; written for rows of sessions alone.
+        workspace: made for the batch's bucket and this shape.
+
+    Raises:
+        ValueError: shapes, types or devices do not belong together.
+    """
+    check_layer(rows, state, pool, batch, o)
+    bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
+    tile = serial_tile(key_width)
+    tiles = triton.cdiv(value_width, tile.block_v)
+    places = workspace.kept.shape[4]
+    if workspace.kept.shape[:4] != (bucket.sessions, bucket.groups, value_heads, tiles):
+        raise ValueError(f"workspace {list(workspace.kept.shape)} was not made for {bucket} and {value_heads} heads")
+    verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
+        *rows,
+        state,
+        pool.k,
+        pool.u,
+        pool.g,
+        o,
+        workspace.kept,
+        workspace.arrived,
+        batch.slot,
+        batch.row_start,
+        batch.pending_len,
+        batch.write_state,
+        batch.groups,
+        batch.pending,
+        batch.pool_row,
+        batch.schedule_len,
+        batch.schedule,
+        POOL=pool.k.shape[1],
+        PENDING=bucket.pending,
+        STEPS=bucket.tree_rows,
+        GROUPS=bucket.groups,
+        PLACES=places,
+        H=rows.k.shape[1],
+        HV=value_heads,
+        K=key_width,
+        V=value_width,
+        BK=tile.block_k,
+        BV=tile.block_v,
+        AT_ONCE=AT_ONCE,
+        ROW_MASK=(1 << ROW_BITS) - 1,
+        EMIT_BIT=EMIT_BIT,
+        KEEP_SHIFT=KEEP_SHIFT,
+        FETCH_SHIFT=FETCH_SHIFT,
+        PLACE_MASK=PLACE_MASK,
+        num_warps=tile.warps,
+    )
+
+
+def check_layer(rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor) -> None:
+    """Raises ValueError unless a layer's tensors fit each other and the batch's bucket."""
+    check_state(state, pool)
+    R, heads = batch.bucket.rows, pool.k.shape[2]
+    _, value_heads, key_width, value_width = state.shape
+    fits = (
+        rows.q.shape == rows.k.shape == (R, heads, key_width)
+        and rows.v.shape == o.shape == (R, value_heads, value_width)
+        and rows.g.shape == rows.beta.shape == (R, value_heads)
+        and rows.q.dtype == rows.k.dtype == rows.v.dtype == pool.k.dtype
+        and rows.g.dtype == rows.beta.dtype == torch.float32
+    )
+    if not fits:
+        raise ValueError(
+            f"q {list(rows.q.shape)}, k {list(rows.k.shape)}, v {list(rows.v.shape)} {rows.v.dtype}, g "
+            f"{list(rows.g.shape)}, beta {list(rows.beta.shape)}, o {list(o.shape)} do not fit {R} rows and state "
+            f"{list(state.shape)}: want q, k [R, H, K] and v [R, HV, V] in the pool's dtype, g, beta [R, HV] in "
+            "float32, o [R, HV, V]"
+        )
+    tensors = (*rows, o)
+    if not all(x.is_contiguous() and x.device == state.device for x in tensors) or batch.device != state.device:
+        raise ValueError("rows, o and batch must be contiguous and on the state's device")
