@@ -47,14 +47,14 @@ def _convolved(
 
     Loads of a kind stand together, so that the chain is three loads long: tap and session, history, input.
     """
-    b_taps = ()
+    b_taps = ()  # oldest first
     for i in tl.static_range(W - 1):
-        b_taps = b_taps + (tl.load(p_tap + i_row * (W - 1) + (W - 2 - i)),)  # oldest first
+        b_taps = b_taps + (tl.load(p_tap + i_row * (W - 1) + (W - 2 - i)),)  # noqa: RUF005 (Triton has no such form)
     raw = tl.load(p_x + i_row.to(tl.int64) * D + o_channel, mask=mask, other=0.0)
     b_froms = ()
     for i in tl.static_range(W - 1):
         o_history = b_session * (W - 1) + (W - 1) + b_taps[i]
-        b_froms = b_froms + (tl.load(p_history + o_history, mask=b_taps[i] < 0, other=-1),)
+        b_froms = b_froms + (tl.load(p_history + o_history, mask=b_taps[i] < 0, other=-1),)  # noqa: RUF005
     total = tl.zeros_like(raw).to(tl.float32)
     for i in tl.static_range(W - 1):
         p_here = p_x + tl.maximum(b_taps[i], 0).to(tl.int64) * D
@@ -70,7 +70,8 @@ def _convolved(
 
 @triton.jit
 def _keys_and_queries(
-    p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k, b_session, o_slot, o_pool, i_row, i_block, used,
+    p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k,
+    b_session, o_slot, o_pool, i_row, i_block, used,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, HEADS: tl.constexpr, Q_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +147,8 @@ def _tree_convolution(
     o_pool = o_slot + tl.load(p_pool_row + i_row)
     if i_block < KEY_BLOCKS:
         _keys_and_queries(
-            p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k, b_session, o_slot, o_pool, i_row, i_block, used,
+            p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k,
+            b_session, o_slot, o_pool, i_row, i_block, used,
             H, K, D, W, BK, HEADS, Q_SCALE, EPS,
         )  # fmt: skip
     else:
@@ -237,7 +239,8 @@ def _check(
         )
     for name, (tensor, shape, dtypes) in wanted.items():
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {dtypes[0]} {list(shape)}")
+            allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
         if not tensor.is_contiguous() or tensor.device != batch.device or tensor.data_ptr() % _ALIGNED:
             raise ValueError(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on "

@@ -24,5 +24,4 @@ def log1p_unit(x):
     p = p * z + (1.0 / 7.0)
     p = p * z + (1.0 / 5.0)
     p = p * z + (1.0 / 3.0)
-    p = p * z + 1.0
-    return 2.0 * s * p
+    return 2.0 * tl.fma(s * z, p, s)
