@@ -259,6 +259,40 @@ def passes(
     _finish(made, json)
 
 
+@bench.command()
+def kernels(
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no case without a goal is begun.")] = 420.0,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for kernel-times.svg and kernel-drift.svg.")] = None,
+    tune: Annotated[
+        bool, typer.Option(help="Measure what the selector chooses from instead, and nothing else.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """The verification kernels and their rivals on a GPU; exits 1 if one is wrong or a goal is missed."""
+    from specla.benchmarks.kernels import run as work
+    from specla.benchmarks.kernels.device import NoDeviceError
+    from specla.benchmarks.kernels.pictures import draw
+
+    console = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    def save(made: Report) -> None:
+        if json is not None:
+            made.write(json)
+
+    try:
+        done = work.tune(budget=budget, say=say) if tune else work.run(budget=budget, say=say, save=save)
+    except (work.WrongResultError, NoDeviceError) as error:
+        console.print(f"refused: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if pictures is not None:
+        for path in draw(pictures, done.timed, done.drifts, done.report.device):
+            console.print(f"drawn: {path}", markup=False)
+    _finish(done.report, json)
+
+
 def _finish(made: Report, json: Path | None) -> None:
     console = Console()
     made.show(console)

@@ -1,0 +1,1 @@
+"""`specla bench kernels`: the verification kernels and their rivals, timed in one run on a GPU."""

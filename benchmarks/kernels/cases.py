@@ -1,0 +1,97 @@
+"""What is timed, the goals' cases first: shapes, sessions, trees and rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from specla.benchmarks.kernels.shapes import NARROW, PAPER, WIDE, Shape
+from specla.benchmarks.kernels.topologies import chain, eagle_like, tree
+from specla.kernels.topology import Topology
+
+DEEP, WIDE_TREE = "tree (2, 12, 16)", "tree (4, 4, 32)"
+
+TREES: dict[str, Callable[[], Topology]] = {
+    **{f"chain of {n}": partial(chain, n) for n in (4, 8, 16)},
+    DEEP: partial(tree, 2, 12, 16),
+    WIDE_TREE: partial(tree, 4, 4, 32),
+    **{f"EAGLE-like tree of {n}": partial(eagle_like, n) for n in (16, 32, 64, 128, 129)},
+}
+"""Trees are named (branching, depth, rows); all sizes are rows, root included."""
+
+GOAL_ROUNDS, GRID_ROUNDS = 25, 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One table of rivals.
+
+    Attributes:
+        shape: of the layers.
+        sessions: of the pass; all have the same tree.
+        tree: a key of TREES.
+        rounds: samples of each.
+        goal: whether a goal hangs on it; the others are left out when the budget is spent.
+        replay: which of the library's kernels replay paths.
+    """
+
+    shape: Shape
+    sessions: int
+    tree: str
+    rounds: int = GRID_ROUNDS
+    goal: bool = False
+    replay: tuple[str, ...] = ("recurrent",)
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        sessions = f"{self.sessions} session{'s' if self.sessions > 1 else ''}"
+        extra = ", with the chunked kernel" if "chunked" in self.replay else ""
+        return f"{self.shape.name}, {sessions}, {self.tree}{extra}"
+
+    @property
+    def topology(self) -> Topology:
+        """The tree of every session."""
+        return TREES[self.tree]()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether rivals that know chains alone can run it."""
+        return self.tree.startswith("chain")
+
+
+def _eagle(rows: int) -> str:
+    return f"EAGLE-like tree of {rows}"
+
+
+GOAL_CASES = (
+    *(Case(shape=PAPER, sessions=1, tree=t, rounds=GOAL_ROUNDS, goal=True) for t in (DEEP, WIDE_TREE)),
+    *(Case(shape=PAPER, sessions=1, tree=_eagle(n), rounds=GOAL_ROUNDS, goal=True) for n in (16, 32, 64)),
+    *(Case(shape=PAPER, sessions=s, tree=_eagle(16), rounds=GOAL_ROUNDS, goal=True) for s in (16, 64)),
+    Case(shape=WIDE, sessions=1, tree=_eagle(129), rounds=GOAL_ROUNDS, goal=True),
+)
+
+_GRID_TREES = (_eagle(64), "chain of 8", WIDE_TREE, DEEP, "chain of 16", _eagle(128), "chain of 4")
+
+
+def all_cases() -> list[Case]:
+    """Goals first; then the grid, each shape and number of sessions with its commonest trees before the rare ones."""
+    cases = [*GOAL_CASES]
+    seen = {(c.shape, c.sessions, c.tree) for c in cases}
+    for trees in (_GRID_TREES[:3], _GRID_TREES[3:5], _GRID_TREES[5:]):
+        for shape in (PAPER, WIDE, NARROW):
+            for sessions in (1, 16, 4, 64):
+                cases += [
+                    Case(shape=shape, sessions=sessions, tree=t) for t in trees if (shape, sessions, t) not in seen
+                ]
+        if trees[0] == _GRID_TREES[0]:
+            # The library tunes its chunked kernels for a minute a shape: the paper's shape, and after the first grid.
+            cases += [Case(shape=PAPER, sessions=1, tree=t, replay=("recurrent", "chunked")) for t in (DEEP, WIDE_TREE)]
+    return cases
+
+
+def tuning_cases() -> list[Case]:
+    """What a selector's table is made from: every shape and number of sessions, trees of every bucket and chains."""
+    trees = (*(_eagle(n) for n in (16, 32, 64, 128)), "chain of 8", "chain of 16", DEEP)
+    return [Case(shape=s, sessions=n, tree=t) for s in (PAPER, WIDE, NARROW) for n in (1, 4, 16, 64) for t in trees]

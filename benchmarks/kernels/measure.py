@@ -1,0 +1,132 @@
+"""Times one case: chooses among our kernels by measurement, then runs the chosen and all rivals in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from specla.benchmarks.kernels.candidates import (
+    TUNING_ROUNDS,
+    best,
+    candidates,
+    capture_candidates,
+    problem_of,
+    release,
+)
+from specla.benchmarks.kernels.cases import Case
+from specla.benchmarks.kernels.contenders import Candidate, Contender, Mode, Ours, Snapshots, StandAlone
+from specla.benchmarks.kernels.problem import Problem
+from specla.benchmarks.kernels.replay import Kind, Operation, Replay
+from specla.benchmarks.kernels.shapes import bytes_once
+from specla.benchmarks.kernels.timing import Graph, Work, in_turns
+
+MODES: tuple[Mode, ...] = ("exact", "fast")
+STAND_ALONE = {mode: f"{mode}, stand-alone commit" for mode in MODES}
+RING = {mode: f"{mode}, ring" for mode in MODES}
+REPLAYS = {
+    (kind, batched): f"replay, {kind}, {'one launch' if batched else 'a launch a path'}"
+    for kind in ("recurrent", "chunked")
+    for batched in (False, True)
+}
+MEMORY_LIMIT = 40 << 30
+"""Rivals that need more than this for a case are left out, and said to be."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a case gave.
+
+    Attributes:
+        samples: microseconds of a layer; sample r of every name is from the same round.
+        candidates: median microseconds of our kernels when they were chosen from.
+        chosen: the kernel of each mode.
+        once: bytes that a layer moves at least.
+        accepted: rows that the pass accepts, as many as are pending.
+        layers: of one graph.
+        skipped: rivals that were left out, and why.
+    """
+
+    case: Case
+    samples: dict[str, list[float]]
+    candidates: dict[str, float]
+    chosen: dict[Mode, str]
+    once: int
+    accepted: int
+    layers: int
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def measure(case: Case, operations: Mapping[Kind, Operation], *, l2: int) -> Timed:
+    """Runs a case on the GPU.
+
+    Args:
+        case: what to time.
+        operations: the library's kernels by kind; those that are missing leave their rivals out.
+        l2: bytes of the L2 cache.
+    """
+    topology = case.topology
+    problem = problem_of(case.shape, case.sessions, topology, l2=l2)
+    choices = candidates(case.shape, case.sessions, topology, thorough=case.goal)
+    graphs, skipped = capture_candidates(problem, choices)
+    tuning = in_turns(list(graphs.values()), TUNING_ROUNDS)
+    medians = {choice: statistics.median(tuning[choice.name]) for choice in graphs}
+    chosen = {mode: best(medians, mode) for mode in MODES}
+    running = [graphs[chosen[mode]]._replace(name=mode) for mode in MODES]
+    del graphs
+    for name, make in _rivals(case, problem, chosen, operations, skipped).items():
+        try:
+            work = Work.of(make(), problem.layers)._replace(name=name)
+            running.append(Graph.capture(work))
+        except Exception as error:  # a library's kernel may refuse a shape; ours must not
+            if not name.startswith("replay"):
+                raise
+            skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    samples = in_turns(running, case.rounds)
+    once = bytes_once(case.shape, sessions=case.sessions, rows=problem.rows.k.shape[1], pending=problem.pending)
+    made = Timed(
+        case,
+        samples,
+        {choice.name: us for choice, us in medians.items()},
+        {mode: choice.name for mode, choice in chosen.items()},
+        once,
+        problem.pending,
+        problem.layers,
+        skipped,
+    )
+    del problem, running
+    release()
+    return made
+
+
+def _rivals(
+    case: Case,
+    problem: Problem,
+    chosen: Mapping[Mode, Candidate],
+    operations: Mapping[Kind, Operation],
+    skipped: dict[str, str],
+) -> dict[str, Callable[[], Contender]]:
+    """Makers of the case's rivals by name; what cannot run is put into `skipped`."""
+    found: dict[str, Callable[[], Contender]] = {}
+    for mode in MODES:
+        found[STAND_ALONE[mode]] = lambda mode=mode: StandAlone(problem, chosen[mode])  # type: ignore[misc]
+        found[RING[mode]] = lambda mode=mode: Ours(problem, chosen[mode], ring=True)  # type: ignore[misc]
+    snapshots = "serial, snapshots" if case.is_chain else "parent reload, snapshots"
+    if Snapshots.bytes(problem) > MEMORY_LIMIT:
+        skipped[snapshots] = f"{Snapshots.bytes(problem) / 2**30:.0f} GiB of snapshots"
+    else:
+        found[snapshots] = lambda: Snapshots(problem, tree=not case.is_chain)
+    kinds: tuple[Kind, ...] = ("recurrent", "chunked")
+    for kind in (kind for kind in kinds if kind in case.replay):
+        for batched in (False, True):
+            name = REPLAYS[kind, batched]
+            needs = Replay.input_bytes(problem) + (Replay.bytes(problem) if batched else 0)
+            if kind not in operations or "recurrent" not in operations:
+                skipped[name] = "flash-linear-attention is not usable"
+            elif needs > MEMORY_LIMIT:
+                skipped[name] = f"{needs / 2**30:.0f} GiB of inputs and copies of the state"
+            else:
+                found[name] = lambda kind=kind, batched=batched: Replay(  # type: ignore[misc]
+                    problem, kind, batched=batched, recurrent=operations["recurrent"], replayed=operations[kind]
+                )
+    return found

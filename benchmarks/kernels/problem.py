@@ -1,0 +1,160 @@
+"""One pass's inputs for several layers: rows, states, pending factors and accepted paths, seeded.
+
+Layers are copies of the same pass over other bytes. A timed run goes through all of them, so that none of a layer's
+bytes is in the L2 cache any more when the run comes back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specla.benchmarks.kernels.inputs import Inputs
+from specla.benchmarks.kernels.shapes import Shape
+from specla.benchmarks.kernels.topologies import deepest_path
+from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
+from specla.kernels.topology import MAX_ROWS, Topology
+
+RING = 16
+"""The most factors of a session that wait, and the pool rows that they lie in: 0 to 15."""
+
+POOL_ROWS = RING + MAX_ROWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A pass of B sessions and R rows over L layers.
+
+    Attributes:
+        shape: of every layer.
+        topologies: B trees.
+        accepted: B lists of the rows that the pass turns out to accept, root first, all of one length.
+        pending: P, factors of each session that the stored state lacks, in pool rows 0 to P - 1.
+        rows: inputs [L, R, ...]; `layer_rows` cuts one layer out.
+        state: float32 [L, B, HV, K, V] before the pending factors. Nobody writes to it: contenders clone it.
+        pool: [L, B, POOL_ROWS, ...]; RING rows of factors, then the rows' own k and g. Contenders clone it, too.
+        tree_rows: N of the bucket.
+    """
+
+    shape: Shape
+    topologies: tuple[Topology, ...]
+    accepted: tuple[tuple[int, ...], ...]
+    pending: int
+    rows: LayerRows
+    state: Tensor
+    pool: FactorPool
+    tree_rows: int
+
+    @classmethod
+    def make(
+        cls,
+        shape: Shape,
+        topologies: Sequence[Topology],
+        *,
+        accepted: int,
+        layers: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        tree_rows: int | None = None,
+        seed: int = 0,
+    ) -> Problem:
+        """A pass of random inputs (see inputs.py).
+
+        Args:
+            shape: of the layers.
+            topologies: one a session.
+            accepted: rows on the deepest path that are accepted, cut to the path's length in the shallowest tree; as
+                many factors are pending.
+            layers: L.
+            device: where everything lies.
+            dtype: the model's.
+            tree_rows: N of the bucket; the largest tree if unset.
+            seed: of the inputs.
+        """
+        draw = Inputs(shape, dtype=dtype, device=device, seed=seed)
+        B, R = len(topologies), sum(len(t) for t in topologies)
+        paths = [deepest_path(t) for t in topologies]
+        length = min(accepted, *(len(path) for path in paths))
+        rows = draw.rows(layers, R)
+        sizes = (shape.heads, shape.value_heads, shape.key_width, shape.value_width)
+        flat = FactorPool.empty(layers * B, POOL_ROWS, *sizes, dtype, device)
+        pool = FactorPool(*(x.view(layers, B, *x.shape[1:]) for x in flat))
+        pool.k[:, :, :RING] = draw.keys(layers, B, RING)
+        pool.u[:, :, :RING] = draw.normal(layers, B, RING, shape.value_heads, shape.value_width)
+        pool.u[:, :, RING:] = float("nan")  # a pass writes these before anybody reads them
+        pool.g[:, :, :RING] = draw.decays(layers, B, RING)
+        first = 0
+        for b, topology in enumerate(topologies):
+            n = len(topology)
+            pool.k[:, b, RING : RING + n] = rows.k[:, first : first + n]
+            pool.g[:, b, RING : RING + n] = rows.g[:, first : first + n]
+            first += n
+        return cls(
+            shape=shape,
+            topologies=tuple(topologies),
+            accepted=tuple(tuple(path[:length]) for path in paths),
+            pending=length,
+            rows=rows,
+            state=draw.states(layers, B),
+            pool=pool,
+            tree_rows=tree_rows or max(len(t) for t in topologies),
+        )
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.state.shape[0]
+
+    @property
+    def sessions(self) -> int:
+        """B."""
+        return len(self.topologies)
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The root's place among all rows, for each session."""
+        first, found = 0, []
+        for topology in self.topologies:
+            found.append(first)
+            first += len(topology)
+        return found
+
+    def layer_rows(self, layer: int) -> LayerRows:
+        """One layer's inputs, views."""
+        return LayerRows(*(x[layer] for x in self.rows))
+
+    def batch(self, *, groups: int, pending: int, write_state: bool) -> PassBatch:
+        """The pass as our kernels see it, with `pending` factors of each session in pool rows 0 and on."""
+        total = sum(len(t) for t in self.topologies)
+        bucket = Bucket(
+            sessions=self.sessions,
+            rows=total,
+            tree_rows=min(self.tree_rows, total),
+            pending=RING,
+            groups=groups,
+        )
+        batch = PassBatch(bucket, self.state.device)
+        batch.fill(
+            [
+                SessionPass(
+                    slot=b,
+                    topology=topology,
+                    pool_rows=range(RING, RING + len(topology)),
+                    pending=range(pending),
+                    write_state=write_state,
+                )
+                for b, topology in enumerate(self.topologies)
+            ]
+        )
+        return batch
+
+    def accepted_inputs(self) -> LayerRows:
+        """q, k, v, g, beta of the accepted rows, [L, B, a, ...]."""
+        places = [[first + row for row in path] for first, path in zip(self.first_rows, self.accepted, strict=True)]
+        at = torch.tensor(places, device=self.state.device)
+        return LayerRows(*(x[:, at] for x in self.rows))

@@ -1,0 +1,196 @@
+"""Cases, goals and drawings of the kernel benchmark, without a GPU."""
+
+import math
+import os
+import subprocess
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import pytest
+from typer.testing import CliRunner
+
+from specla.benchmarks.cli import bench
+from specla.benchmarks.kernels import drift, restore
+from specla.benchmarks.kernels.candidates import best, bucket_rows, candidates
+from specla.benchmarks.kernels.cases import GOAL_CASES, TREES, all_cases, tuning_cases
+from specla.benchmarks.kernels.contenders import Candidate
+from specla.benchmarks.kernels.correctness import Errors
+from specla.benchmarks.kernels.goals import case_name, goals, ratio
+from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
+from specla.benchmarks.kernels.pictures import DRIFT, TIMES, draw
+from specla.benchmarks.kernels.run import Run, summarise
+from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape, bytes_once
+from specla.benchmarks.kernels.timing import layers_needed
+from specla.benchmarks.kernels.topologies import chain, eagle_like
+from specla.benchmarks.report import Report
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def timed(case, **samples):
+    return Timed(case, samples, {"serial": 9.0}, {"exact": "serial", "fast": "serial"}, 4_000_000, 4, 90, {"a": "why"})
+
+
+def all_timed():
+    us = {"exact": [8.0, 8.0], "fast": [4.0, 5.0], STAND_ALONE["fast"]: [6.0, 10.0], RING["fast"]: [3.0, 4.0]}
+    us |= {REPLAYS["recurrent", False]: [40.0, 60.0], REPLAYS["recurrent", True]: [8.0, 11.0]}
+    return {case.name: timed(case, **us) for case in GOAL_CASES}
+
+
+class TestBytes:
+    def test_of_one_session_by_hand(self):
+        shape = Shape("by hand", 1, 2, 32, 16)
+        states = 2 * (2 * 32 * 16) * 4
+        pending = 3 * (32 * 2 + 2 * 16 * 4 + 2 * 4)
+        inputs = 5 * ((32 + 32 + 2 * 16) * 2 + 2 * 2 * 4)
+        outputs = 5 * (2 * 16) * (4 + 2)
+        assert bytes_once(shape, sessions=1, rows=5, pending=3) == states + pending + inputs + outputs
+
+    def test_the_ring_spares_the_write(self):
+        both = [bytes_once(PAPER, sessions=4, rows=64, pending=4, state_written=w) for w in (True, False)]
+        assert both[0] - both[1] == 4 * PAPER.state_bytes
+
+    def test_layers_lie_three_caches_apart(self):
+        assert layers_needed(2_000_000, 60_000_000) == 90
+        assert layers_needed(500_000_000, 60_000_000) == 2
+
+
+class TestCases:
+    def test_goals_come_first_and_names_are_unique(self):
+        cases = all_cases()
+        assert tuple(cases[: len(GOAL_CASES)]) == GOAL_CASES
+        assert not any(case.goal for case in cases[len(GOAL_CASES) :])
+        assert len({case.name for case in cases}) == len(cases)
+
+    def test_the_grid_is_whole(self):
+        wanted = {(s, t) for s in (1, 4, 16, 64) for t in TREES if not t.endswith(("of 16", "of 32", "of 129"))}
+        wanted |= {(s, "chain of 16") for s in (1, 4, 16, 64)}
+        for shape in (PAPER, WIDE):
+            assert wanted <= {(c.sessions, c.tree) for c in all_cases() if c.shape == shape}
+
+    def test_the_chunked_kernel_runs_on_the_papers_trees(self):
+        assert [c.tree for c in all_cases() if "chunked" in c.replay] == ["tree (2, 12, 16)", "tree (4, 4, 32)"]
+
+    def test_tuning_covers_sessions(self):
+        assert {case.sessions for case in tuning_cases()} == {1, 4, 16, 64}
+
+
+class TestCandidates:
+    def test_groups_up_to_the_leaves_and_what_fits_at_once(self):
+        one = candidates(PAPER, 1, eagle_like(16))
+        assert [c.groups for c in one if c.kernel == "serial"] == [1, 2, 4]
+        assert [c.groups for c in candidates(PAPER, 1, chain(8)) if c.kernel == "serial"] == [1]
+        assert [c.groups for c in candidates(PAPER, 64, eagle_like(64)) if c.kernel == "serial"] == [1]
+
+    def test_exact_mode_chooses_among_serial_kernels(self):
+        times = {Candidate("serial"): 9.0, Candidate("serial", 2): 7.0, Candidate("factorised"): 5.0}
+        assert best(times, "exact") == Candidate("serial", 2)
+        assert best(times, "fast") == Candidate("factorised")
+
+    def test_buckets(self):
+        assert [bucket_rows(n) for n in (4, 16, 17, 65, 129)] == [16, 16, 32, 128, 129]
+
+
+class TestGoals:
+    def test_every_figure_is_a_goal_and_nan_where_unmeasured(self):
+        found = goals({}, {}, {}, [], 4e12)
+        assert len(found) == 20
+        assert all(math.isnan(goal.got) and not goal.met for goal in found)
+
+    def test_ratios_are_of_the_same_round(self):
+        assert ratio({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 4.0]}, "a", "b") == 2.0
+        assert math.isnan(ratio({"a": [1.0]}, "a", "b"))
+
+    def test_figures_come_from_their_cases(self):
+        restored = {restore.FACTORS: [10.0, 10.0], restore.MODEL: [250.0, 230.0], restore.ALONE: [30.0, 10.0]}
+        drifts = {"exact": [drift.Point(1, 1e-8), drift.Point(10, 2e-7)], "fast": [drift.Point(10, 2e-3)]}
+        found = {g.name: g for g in goals(all_timed(), restored, drifts, [25.0], 4e12)}
+        replay = "selected kernel against root-to-leaf replay"
+        assert found[f"{replay}, paths singly, tree (2, 12, 16)"].got == 11.0
+        assert found[f"{replay}, one batched launch, tree (4, 4, 32)"].got == pytest.approx(2.1)
+        assert found[f"{replay}, paths singly, tree (4, 4, 32)"].met is False
+        assert found["a layer, 1 session, EAGLE-like tree of 16 rows, exact"].got == 8.0
+        assert found["a layer, 16 sessions x 16 rows, over the time to move the bytes once, fast"].got == 4.5
+        model = f"restoring an accepted state of 8 tokens, all layers: factors against {restore.MODEL}"
+        assert found[model].got == 24.0
+        assert found["state after 10,000 committed steps against float64, exact"].met
+        assert not found["state after 10,000 committed steps against float64, fast"].met
+        assert found["129 rows, 48 heads of 128, 1 session, fast"].got == 4.5
+        assert len(found) == 20
+
+    def test_goals_name_cases_that_exist(self):
+        names = {case.name for case in GOAL_CASES}
+        assert case_name(sessions=16, tree="EAGLE-like tree of 16") in names
+        assert case_name(sessions=1, tree="EAGLE-like tree of 129", shape=WIDE) in names
+
+
+class TestSummary:
+    def test_rows_carry_times_ratios_and_bandwidth(self):
+        made = Run(Report(title="t", device="d"), timed=all_timed(), bandwidth=4e12)
+        summarise(made)
+        summarise(made)  # twice is as once
+        case = GOAL_CASES[0].name
+        rows = {row.name: row for row in made.report.rows if row.case == case}
+        assert rows["fast"].median == 4.5
+        assert rows["exact, bytes moved once over time"].median == pytest.approx(500.0)  # 4 MB in 8 us
+        assert rows["exact, of the copy bandwidth"].median == pytest.approx(0.125)
+        assert rows[f"{REPLAYS['recurrent', True]}, over fast"].median == pytest.approx(2.1)
+        assert len([row for row in made.report.rows if row.case == case and row.name == "fast"]) == 1
+        assert "serial" in made.report.notes[f"chosen, {case}"]
+        assert made.report.notes[f"not run, {case}, a"] == "why"
+        assert len(made.report.goals) == 20
+
+    def test_errors_pass_only_within_their_tolerance(self):
+        good = Errors("case", "name", 1e-6, 2e-6, 0.0, 1e-5)
+        assert good.passed
+        assert not good._replace(states=2e-5).passed
+        assert not good._replace(outputs=math.inf).passed
+
+
+class TestDrift:
+    def test_passes_end_at_every_checkpoint(self):
+        assert drift.checkpoints(10_000) == [1, 10, 100, 1000, 10_000]
+        lengths = drift.spans(30, 8)
+        assert lengths == [1, 8, 1, 8, 8, 4]
+
+    @pytest.mark.parametrize("mode", ["exact", "fast"])
+    def test_curve_of_a_tiny_shape(self, mode):
+        points = drift.drift(Shape("tiny", 1, 1, 16, 16), mode, steps=20, device=DEVICE, dtype=torch.float32)
+        assert [point.step for point in points] == [1, 10, 20]
+        assert all(0 < point.error < 1e-5 for point in points)
+
+
+class TestPictures:
+    def test_both_are_drawn_and_repeatable(self, tmp_path):
+        drifts = {"exact": [drift.Point(1, 1e-8), drift.Point(10, 2e-7)], "fast": [drift.Point(1, 1e-4)]}
+        first = draw(tmp_path / "a", all_timed(), drifts, "GPU, 132 multiprocessors")
+        second = draw(tmp_path / "b", all_timed(), drifts, "GPU, 132 multiprocessors")
+        assert [path.name for path in first] == [TIMES, DRIFT]
+        for one, other in zip(first, second, strict=True):
+            assert one.read_bytes() == other.read_bytes()
+        assert "replay, recurrent, one launch" in first[0].read_text()
+
+    def test_nothing_is_drawn_from_nothing(self, tmp_path):
+        assert draw(tmp_path, {}, {}, "GPU") == []
+
+
+class TestCommand:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_is_refused_without_a_gpu(self):
+        result = CliRunner().invoke(bench, ["kernels"])
+        assert result.exit_code == 1
+        assert "finds none here" in result.output
+
+    def test_needs_no_service_packages(self):
+        code = (
+            "import sys, specla.benchmarks.__main__\n"
+            "import specla.benchmarks.kernels.run, specla.benchmarks.kernels.pictures\n"
+            "bad = {'grpc', 'structlog', 'google', 'tokenizers', 'safetensors', 'fla'} & set(sys.modules)\n"
+            "assert not bad, bad"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
