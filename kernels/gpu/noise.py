@@ -1,0 +1,40 @@
+"""The sampler's noise on a GPU: the rule of `philox.py` word for word, its logarithms in float32.
+
+The words are the same bit for bit. The noise differs from `philox.gumbel_noise`, which takes its logarithms in float64,
+by about one unit in the last place of the scores it is added to.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def noise_words(b_seed_low, b_seed_high, b_position, i_quad, IDS: tl.constexpr):
+    """uint32 [IDS], the words of ids 4 i_quad[0] and on: i_quad, int32 [IDS / 4], counts up; the rest are scalars."""
+    b_seed = (b_seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | b_seed_low.to(tl.uint32, bitcast=True)
+    b_none = i_quad * 0
+    w0, w1, w2, w3 = tl.philox(b_seed, i_quad, b_none + b_position, b_none, b_none)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (IDS,))
+
+
+@triton.jit
+def gumbel_noise(b_word):
+    """-log(-log1p(-u)) with u = min((word + 1/2) 2^-32, 1 - 2^-24): uint32 to float32 blocks.
+
+    Near 0 the inner logarithm is a polynomial in u (relative minimax on [0, 1/4], error 2.4e-9); elsewhere it is that
+    of 1 - u, whose distance from 1 is taken from the complement of the word, so that no digit is lost at either end.
+    """
+    low = b_word < 0x80000000
+    b_odd = (tl.where(low, b_word, b_word ^ 0xFFFFFFFF) << 1) | 1  # 2 word + 1, or that of the complement
+    near = b_odd.to(tl.float32) * 1.1641532182693481e-10  # 2^-33: u or 1 - u, whichever is smaller
+    rest = tl.where(low, 1.0 - near, tl.maximum(near, 5.9604644775390625e-08))  # 1 - u, at least 2^-24
+    p = tl.fma(near, 0.3337753492342952, 0.08962064694701766)
+    p = tl.fma(near, p, 0.21422427630893523)
+    p = tl.fma(near, p, 0.2486938403117501)
+    p = tl.fma(near, p, 0.33338954092341755)
+    p = tl.fma(near, p, 0.4999991014692442)
+    by_series = tl.fma(near * near, p, near)
+    exponential = tl.where(low & (near < 0.25), by_series, tl.log2(rest) * -0.6931471805599453)
+    return tl.log2(exponential) * -0.6931471805599453

@@ -1,0 +1,136 @@
+"""What the rows of a pass sample with, as device arrays of fixed addresses, and the scratch of the sampling kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specla.kernels.sampling import RowSampling
+
+_MASK_32 = 0xFFFFFFFF
+_LARGEST_VOCABULARY = (1 << 21) - 1  # what the kernel's packed counts hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """How a row is dealt out.
+
+    `chunk` and `splits` change times only, `sweep` and `warps` the order of top-p's sums too: pin them where bits matter.
+
+    Attributes:
+        chunk: logits that a program scores at a time, a power of two from 16 on.
+        sweep: logits that truncation looks at at a time, likewise.
+        warps: warps a program.
+        splits: programs a row; 0 for as many as fill the device.
+    """
+
+    chunk: int = 4096
+    sweep: int = 8192
+    warps: int = 32
+    splits: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that no program can have."""
+        if any(size < 16 or size & (size - 1) for size in (self.chunk, self.sweep)) or self.splits < 0:
+            raise ValueError(f"{self}: want chunk and sweep to be powers of two from 16 on, and splits >= 0")
+        if self.warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"{self}: want 1, 2, 4, 8, 16 or 32 warps")
+
+
+class SamplerRows:
+    """Sampling parameters of R row places; `fill` replaces the contents with one copy.
+
+    Attributes:
+        used: int32 [R], 0 for a row place whose token and error are left alone.
+        top_k: int32 [R], 0 is off.
+        seed: int32 [R, 2], the low and the high word's bits.
+        position: int32 [R], the bits of the position.
+        temperature: float32 [R], 0 is greedy.
+        top_p: float32 [R], 1 is off.
+        log_min_p: float32 [R], -inf is off.
+        scores: float32 [R, vocab_size], scratch.
+        arrived: int32 [R], programs of a row that are done; 0 between calls.
+        part_best, part_largest: float32 [R, splits], scratch.
+        part_id: int32 [R, splits], scratch.
+    """
+
+    def __init__(
+        self, rows: int, vocab_size: int, device: torch.device | str, config: SamplerConfig | None = None
+    ) -> None:
+        """All rows unused.
+
+        Raises:
+            ValueError: the vocabulary is larger than `sweep` allows (counts of one lane have ten bits).
+        """
+        device = torch.device(device)
+        self.config = config or SamplerConfig()
+        if vocab_size > min(_LARGEST_VOCABULARY, self.config.sweep * 1023):
+            raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
+        self.vocab_size = vocab_size
+        self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
+        self._host = torch.zeros(8, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.buffer = torch.zeros(8, rows, dtype=torch.int32, device=device)
+        self._ints = self._host.numpy()
+        self._floats = self._ints.view(np.float32)
+        self.used, self.top_k = self.buffer[0], self.buffer[1]
+        self.seed, self.position = self.buffer[2:4].view(-1).view(rows, 2), self.buffer[4]
+        self.temperature, self.top_p, self.log_min_p = self.buffer[5:].view(torch.float32)
+        self.scores = torch.empty(rows, vocab_size, device=device)
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.part_best = torch.empty(rows, self.splits, device=device)
+        self.part_largest = torch.empty(rows, self.splits, device=device)
+        self.part_id = torch.empty(rows, self.splits, dtype=torch.int32, device=device)
+
+    def fill(self, rows: RowSampling) -> None:
+        """Puts these rows' parameters into the first places and leaves the others unused.
+
+        Raises:
+            ValueError: more rows than places, or a session of another vocabulary.
+        """
+        count, places = len(rows.row_session), self._host.shape[1]
+        if count > places or len(rows.positions) != count:
+            raise ValueError(f"{count} rows with {len(rows.positions)} positions: give one each, at most {places}")
+        for session in rows.sessions:
+            if session.vocab_size != self.vocab_size:
+                raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.vocab_size}")
+        self._host.zero_()
+        ints, floats = self._ints, self._floats
+        seeds = ints[2:4].reshape(-1, 2)
+        for row, (index, position) in enumerate(zip(rows.row_session, rows.positions, strict=True)):
+            params = rows.sessions[index].params
+            ints[0, row] = 1
+            ints[1, row] = params.top_k if params.top_k < self.vocab_size else 0
+            seeds[row] = _bits(params.seed), _bits(params.seed >> 32)
+            ints[4, row] = _bits(position)
+            floats[5, row] = params.temperature
+            floats[6, row] = params.top_p
+            floats[7, row] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.buffer.copy_(self._host, non_blocking=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.buffer.device
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the kernel is given, in the order of its arguments."""
+        return (
+            self.used, self.temperature, self.top_k, self.top_p, self.log_min_p, self.seed, self.position,
+            self.scores, self.arrived, self.part_best, self.part_largest, self.part_id,
+        )  # fmt: skip
+
+
+def _bits(value: int) -> int:
+    """The int32 with the low 32 bits of `value`."""
+    low = value & _MASK_32
+    return low - (1 << 32) if low >> 31 else low
+
+
+def _splits(rows: int, vocab_size: int, chunk: int, device: torch.device) -> int:
+    """Programs a row: two a multiprocessor over all rows, at least a chunk each."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(-(-vocab_size // chunk), 2 * processors // rows))
