@@ -41,6 +41,8 @@ class LogitEntries:
     def fill(self, rows: RowSampling) -> None:
         """Puts in what these rows' sessions ask for, penalties counting each row's own path.
 
+        The copy is asynchronous: fill again only after a pass that used the former contents has been waited for.
+
         Raises:
             ValueError: more rows than logits, a session of another vocabulary, or more entries than there is room for.
         """

@@ -47,14 +47,16 @@ def _convolved(
 
     Loads of a kind stand together, so that the chain is three loads long: tap and session, history, input.
     """
-    b_taps = ()  # oldest first
+    b_taps = ()  # oldest first; joined by +, since Triton knows no unpacking
     for i in tl.static_range(W - 1):
-        b_taps = b_taps + (tl.load(p_tap + i_row * (W - 1) + (W - 2 - i)),)  # noqa: RUF005 (Triton has no such form)
+        b_tap = tl.load(p_tap + i_row * (W - 1) + (W - 2 - i))
+        b_taps = b_taps + (b_tap,)  # type: ignore[assignment]  # noqa: RUF005
     raw = tl.load(p_x + i_row.to(tl.int64) * D + o_channel, mask=mask, other=0.0)
     b_froms = ()
     for i in tl.static_range(W - 1):
         o_history = b_session * (W - 1) + (W - 1) + b_taps[i]
-        b_froms = b_froms + (tl.load(p_history + o_history, mask=b_taps[i] < 0, other=-1),)  # noqa: RUF005
+        b_from = tl.load(p_history + o_history, mask=b_taps[i] < 0, other=-1)
+        b_froms = b_froms + (b_from,)  # type: ignore[assignment]  # noqa: RUF005
     total = tl.zeros_like(raw).to(tl.float32)
     for i in tl.static_range(W - 1):
         p_here = p_x + tl.maximum(b_taps[i], 0).to(tl.int64) * D

@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = (1 << 21) - 1  # what the kernel's packed counts hold
 class SamplerConfig:
     """How a row is dealt out.
 
-    `chunk` and `splits` change times only, `sweep` and `warps` the order of top-p's sums too: pin them where bits matter.
+    `chunk` and `splits` change times only, `sweep` and `warps` the order of top-p's sums too: pin these.
 
     Attributes:
         chunk: logits that a program scores at a time, a power of two from 16 on.
@@ -88,6 +88,8 @@ class SamplerRows:
     def fill(self, rows: RowSampling) -> None:
         """Puts these rows' parameters into the first places and leaves the others unused.
 
+        The copy is asynchronous: fill again only after a pass that used the former contents has been waited for.
+
         Raises:
             ValueError: more rows than places, or a session of another vocabulary.
         """
@@ -131,6 +133,6 @@ def _bits(value: int) -> int:
 
 
 def _splits(rows: int, vocab_size: int, chunk: int, device: torch.device) -> int:
-    """Programs a row: two a multiprocessor over all rows, at least a chunk each."""
+    """Programs a row: one a multiprocessor over all rows (its registers are full), at least a chunk each."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(-(-vocab_size // chunk), 2 * processors // rows))
+    return max(1, min(-(-vocab_size // chunk), processors // rows))

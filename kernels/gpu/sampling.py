@@ -21,6 +21,7 @@ from specla.kernels.gpu.sampler_rows import SamplerRows
 FINE, IS_NAN, IS_INFINITE, RULED_OUT = 0, 1, 2, 3
 """Errors of a row: NaN among its logits, +inf among them, or -inf everywhere."""
 
+_INTERPRETED = triton.knobs.runtime.interpret
 _NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -56,7 +57,7 @@ def _winner(best, best_id):
 @triton.jit
 def _scored(
     p_row, p_scores, b_divisor, b_inverse, is_noisy, truncates, b_seed_low, b_seed_high, b_position, i_split,
-    SPLITS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The best score of a share of a row, its id, and the largest logit (or NaN); keeps the scores for truncation."""
     CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
@@ -71,7 +72,8 @@ def _scored(
         largest = tl.maximum(largest, score, propagate_nan=tl.PropagateNan.ALL)
         if is_noisy:
             i_quad = i_chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-            score += gumbel_noise(noise_words(b_seed_low, b_seed_high, b_position, i_quad, CHUNK))
+            words = noise_words(b_seed_low, b_seed_high, b_position, i_quad, CHUNK)
+            score += gumbel_noise(words, INTERPRETED)
             if truncates:
                 tl.store(p_scores + i_id, score, mask=i_id < VOCAB)
         better = score > best
@@ -180,6 +182,7 @@ def _sample(
     p_scores, p_arrived, p_part_best, p_part_largest, p_part_id,
     o_stride,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, SWEEP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, share of its ids). PARTS is SPLITS rounded up to a power of two."""
     i_row, i_split = tl.program_id(0), tl.program_id(1)
@@ -197,7 +200,7 @@ def _sample(
     truncates = is_noisy & ((b_k > 0) | (b_top_p < 1.0) | (b_log_min_p > _NEGATIVE_INFINITY))
     top, i_token, largest = _scored(
         p_row, p_scores, b_divisor, b_inverse, is_noisy, truncates, b_seed_low, b_seed_high, b_position, i_split,
-        SPLITS, VOCAB, CHUNK,
+        SPLITS, VOCAB, CHUNK, INTERPRETED,
     )  # fmt: skip
     last = True
     if SPLITS > 1:
@@ -249,6 +252,7 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
         logits, tokens, errors, *parameters.tensors(),
         logits.stride(0),
         VOCAB=vocab_size, CHUNK=config.chunk, SWEEP=config.sweep, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
+        INTERPRETED=_INTERPRETED,
         num_warps=config.warps,
     )  # fmt: skip
 

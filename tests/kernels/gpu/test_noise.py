@@ -1,4 +1,4 @@
-"""The noise in Triton: the words of philox.py bit for bit, its noise to about one unit in the last place."""
+"""The noise in Triton: the words of philox.py bit for bit, its noise to 1e-6."""
 
 import numpy as np
 import pytest
@@ -21,10 +21,10 @@ def _words(p_words, p_key, FIRST: tl.constexpr, IDS: tl.constexpr):
 
 
 @triton.jit
-def _noise(p_words, p_noise, COUNT, BLOCK: tl.constexpr):
+def _noise(p_words, p_noise, COUNT, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(p_words + at, mask=at < COUNT, other=0).to(tl.uint32, bitcast=True)
-    tl.store(p_noise + at, gumbel_noise(words), mask=at < COUNT)
+    tl.store(p_noise + at, gumbel_noise(words, INTERPRETED), mask=at < COUNT)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,17 @@ def test_words_have_the_same_bits(seed, position, first, device):
 
 def check_noise(words, device):
     noise = torch.full((len(words),), float("nan"), device=device)
-    block = 16384
+    block = 4096
     _noise[(triton.cdiv(len(words), block),)](
-        torch.from_numpy(words.view(np.int32)).to(device), noise, len(words), BLOCK=block
+        torch.from_numpy(words.view(np.int32)).to(device),
+        noise,
+        len(words),
+        BLOCK=block,
+        INTERPRETED=triton.knobs.runtime.interpret,
     )
     got, want = noise.double().cpu().numpy(), noise_of_words(words).astype(np.float64)
     assert np.isfinite(got).all()
-    assert np.abs((got - want) / np.maximum(np.abs(want), 1.0)).max() < 5e-7
+    assert np.abs((got - want) / np.maximum(np.abs(want), 1.0)).max() < 1e-6
     return got
 
 
@@ -58,7 +62,7 @@ def test_noise_of_the_ends_of_every_power_and_in_between(device):
     got = check_noise((words & 0xFFFFFFFF).astype(np.uint32), device)
     assert got.max() == pytest.approx(22.8739, abs=1e-3)  # the noise of word 0
     ends = check_noise(np.arange((1 << 32) - 300, 1 << 32, dtype=np.uint64).astype(np.uint32), device)
-    assert np.abs(ends[-100:] - float(SMALLEST_NOISE)).max() < 5e-7
+    assert np.abs(ends[-100:] - float(SMALLEST_NOISE)).max() < 1e-6
 
 
 @pytest.mark.gpu
