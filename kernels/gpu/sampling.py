@@ -234,7 +234,8 @@ def _sample(
 def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor) -> None:
     """Draws the next token of every used row: argmax(processed / T + noise), ties to the lowest id.
 
-    A row's token depends on its logits and parameters alone. `adjust_logits` comes before, where rows ask for it.
+    A row's token depends on its logits and parameters alone, for one `SamplerConfig` and one stride of the logits.
+    `adjust_logits` comes before, where rows ask for it.
 
     Args:
         logits: float32, bfloat16 or float16 [R, vocab_size]; rows may stand apart, ids side by side. Not written.
