@@ -1,6 +1,10 @@
-"""`python -m specla.benchmarks`: the bench commands without the installed `specla`."""
+"""`python -m specla.benchmarks`: the bench commands where `specla` is not installed."""
+
+import sys
 
 from specla.benchmarks.cli import bench
 
 if __name__ == "__main__":
-    bench(prog_name="specla bench")
+    arguments = sys.argv[1:]
+    sys.argv = ["specla", "bench", *arguments]  # what results record as their command
+    bench(arguments, prog_name="specla bench")

@@ -1,4 +1,4 @@
-"""Our kernels as a selector may choose them, and the measured choice."""
+"""Which of our kernels are worth measuring for a case, and the measured choice."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from specla.benchmarks.kernels.contenders import Candidate, Mode, Ours
+from specla.benchmarks.kernels.contenders import Ours
 from specla.benchmarks.kernels.device import l2_bytes
+from specla.benchmarks.kernels.launch import Candidate, Mode
 from specla.benchmarks.kernels.problem import Problem
 from specla.benchmarks.kernels.shapes import Shape, bytes_once
 from specla.benchmarks.kernels.timing import Graph, Work, in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import accepted_rows
-from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.factorised import factorised_tile
 from specla.kernels.gpu.serial import serial_tile
 from specla.kernels.topology import Topology
 
@@ -26,12 +28,17 @@ BUCKETS = (16, 32, 64, 128, 129)
 TUNING_ROUNDS = 5
 _GROUPS = (2, 4, 8)
 _RESIDENT = 132 * 16  # programs of one warp beyond which more groups only wait
-_TILES = {
-    16: ((16, 16, 2), (16, 32, 4)),
-    32: ((16, 16, 4), (32, 32, 4)),
-    64: ((16, 16, 4), (32, 16, 4), (64, 16, 8)),
-    129: ((16, 16, 4), (32, 16, 4), (64, 16, 8)),
-}
+_CUTS: tuple[dict[str, int], ...] = (
+    {"block_v": 32},
+    {"block_v": 64},
+    {"block_n": 16},
+    {"block_n": 32},
+    {"warps": 8},
+)
+"""How the default tile is varied; equal ones are measured once."""
+
+UNFIT = (OutOfResources, PTXASError, CompilationError)
+"""What a kernel that the GPU or the compiler cannot make raises: it is then no candidate."""
 
 
 def bucket_rows(rows: int) -> int:
@@ -55,8 +62,9 @@ def candidates(shape: Shape, sessions: int, topology: Topology, *, thorough: boo
     found += [Candidate("serial", n) for n in _GROUPS if n <= leaves and programs * n <= _RESIDENT]
     found.append(Candidate("factorised"))
     if thorough:
-        size = next(limit for limit in _TILES if limit >= len(topology))
-        found += [Candidate("factorised", tile=FactorisedTile(*cut)) for cut in _TILES[size]]
+        default = factorised_tile(bucket_rows(len(topology)))
+        tiles = dict.fromkeys(default._replace(**cut) for cut in _CUTS)
+        found += [Candidate("factorised", tile=cut) for cut in tiles if cut != default]
     return found
 
 
@@ -67,14 +75,14 @@ def best(candidates_timed: dict[Candidate, float], mode: Mode) -> Candidate:
 
 
 def capture_candidates(problem: Problem, choices: Sequence[Candidate]) -> tuple[dict[Candidate, Graph], dict[str, str]]:
-    """One graph each, over all layers of the problem; and the names of those that the GPU has no room for, with why."""
+    """One graph each, over all layers of the problem; and the names of those that cannot be made, with why."""
     graphs: dict[Candidate, Graph] = {}
     refused: dict[str, str] = {}
     for choice in choices:
         try:
             graphs[choice] = Graph.capture(Work.of(Ours(problem, choice), problem.layers))
-        except OutOfResources as error:
-            refused[choice.name] = str(error)
+        except UNFIT as error:
+            refused[choice.name] = reason(error)
     return graphs, refused
 
 
@@ -91,6 +99,12 @@ def measure_choices(choices: Sequence[Candidate], shape: Shape, sessions: int, t
     del problem, graphs
     release()
     return medians
+
+
+def reason(error: Exception) -> str:
+    """What a kernel could not be made for, in a line."""
+    lines = str(error).split("Repro")[0].strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no text'}"
 
 
 def problem_of(shape: Shape, sessions: int, topology: Topology, *, l2: int, seed: int = 0) -> Problem:

@@ -7,20 +7,16 @@ all of them, as in a real pass, where the verdict is known only after the last l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specla.benchmarks.kernels.launch import Candidate
 from specla.benchmarks.kernels.problem import RING, Problem
-from specla.benchmarks.kernels.rivals import scatter_accepted, verify_snapshot
+from specla.benchmarks.kernels.rivals import COLUMNS, scatter_accepted, verify_snapshot
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.factorised import FactorisedTile, verify_factorised
-from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
-
-Mode = Literal["exact", "fast"]
 
 
 class Contender(Protocol):
@@ -51,35 +47,6 @@ class Contender(Protocol):
         """[B, HV, K, V] after `commit`."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One of our kernels and how it is cut: what a selector chooses from.
-
-    Attributes:
-        kernel: serial (exact) or factorised (fast).
-        groups: programs that share a tree in the serial kernel; 1 walks it whole.
-        tile: of the factorised kernel; None is its default.
-    """
-
-    kernel: Literal["serial", "factorised"]
-    groups: int = 1
-    tile: FactorisedTile | None = None
-
-    @property
-    def name(self) -> str:
-        """As in the tables."""
-        if self.kernel == "serial":
-            return "serial" if self.groups == 1 else f"hybrid, {self.groups} groups"
-        if self.tile is None:
-            return "factorised"
-        return f"factorised, {self.tile.block_n} x {self.tile.block_v}, {self.tile.warps} warps"
-
-    @property
-    def mode(self) -> Mode:
-        """The stricter mode that may use it."""
-        return "exact" if self.kernel == "serial" else "fast"
-
-
 class Ours:
     """One of our kernels with the deferred commit; with a ring, the state is stored only when no more factors fit."""
 
@@ -102,16 +69,13 @@ class Ours:
             problem.batch(groups=candidate.groups, pending=count, write_state=count == waiting[-1]) for count in waiting
         ]
         self._o = _outputs(problem, output)
-        self._workspace = _workspace(problem, candidate, self._batches[0].bucket)
+        self._launch = candidate.launch(problem.shape, self._batches[0].bucket, problem.state.device)
 
     def verify(self, layer: int, step: int) -> None:
         """One launch."""
         pool = FactorPool(*(x[layer] for x in self._pool))
         rows, state, o = self._problem.layer_rows(layer), self._state[layer], self._o[layer]
-        if self._workspace is None:
-            verify_factorised(rows, state, pool, self._batches[step], o, self.candidate.tile)
-        else:
-            verify_serial(rows, state, pool, self._batches[step], o, self._workspace)
+        self._launch(rows, state, pool, self._batches[step], o)
 
     def commit(self, step: int) -> None:
         """Deferred: nothing."""
@@ -160,10 +124,10 @@ class Snapshots:
 
     passes, deferred, tolerance = 1, False, 1e-5
 
-    def __init__(self, problem: Problem, *, tree: bool, output: torch.dtype | None = None):
-        """`tree` false is for chains alone."""
-        self.name = "parent reload, snapshots" if tree else "serial, snapshots"
-        self._problem, self._tree = problem, tree
+    def __init__(self, problem: Problem, *, tree: bool, columns: int = COLUMNS[0], output: torch.dtype | None = None):
+        """`tree` false is for chains alone; a program has `columns` of V."""
+        self.name = self.name_of(tree=tree, columns=columns)
+        self._problem, self._tree, self._columns = problem, tree, columns
         self._state = problem.state.clone()
         rows = problem.rows.k.shape[1]
         self._snapshots = torch.empty(problem.layers, rows, *problem.state.shape[2:], device=problem.state.device)
@@ -173,6 +137,11 @@ class Snapshots:
         self._o = _outputs(problem, output)
 
     @staticmethod
+    def name_of(*, tree: bool, columns: int) -> str:
+        """As in the tables."""
+        return f"{'parent reload' if tree else 'serial'}, snapshots, tiles of {columns}"
+
+    @staticmethod
     def bytes(problem: Problem) -> int:
         """Memory that the snapshots take."""
         return problem.layers * problem.rows.k.shape[1] * problem.shape.state_bytes
@@ -180,7 +149,9 @@ class Snapshots:
     def verify(self, layer: int, step: int) -> None:
         """One launch."""
         rows, o = self._problem.layer_rows(layer), self._o[layer]
-        verify_snapshot(rows, self._state[layer], self._snapshots[layer], self._batch, o, tree=self._tree)
+        verify_snapshot(
+            rows, self._state[layer], self._snapshots[layer], self._batch, o, tree=self._tree, columns=self._columns
+        )
 
     def commit(self, step: int) -> None:
         """One launch for all layers."""
@@ -198,10 +169,3 @@ class Snapshots:
 def _outputs(problem: Problem, dtype: torch.dtype | None) -> Tensor:
     """Output tensors of all layers, poisoned: [L, R, HV, V]."""
     return torch.full_like(problem.rows.v, float("nan"), dtype=dtype or problem.rows.v.dtype)
-
-
-def _workspace(problem: Problem, candidate: Candidate, bucket: object) -> SerialWorkspace | None:
-    if candidate.kernel == "factorised":
-        return None
-    shape = problem.shape
-    return SerialWorkspace.empty(bucket, shape.value_heads, shape.key_width, shape.value_width, problem.state.device)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def check(case: str, problem: Problem, contenders: Sequence[Contender]) -> list[
         for layer in range(problem.layers):
             want = expected(problem, layer, deferred=contender.deferred)
             pairs = {
-                "outputs": (contender.outputs(layer), want.outputs),
+                "outputs": (contender.outputs(layer)[: problem.used_rows], want.outputs),
                 "states": (contender.states(layer), want.states),
             }
             if isinstance(contender, Ours):
@@ -85,8 +85,8 @@ def check(case: str, problem: Problem, contenders: Sequence[Contender]) -> list[
 
 
 def untouched(problem: Problem, contender: Ours) -> bool:
-    """Whether a pass left the pool's pending rows as they were."""
-    return all(
-        torch.equal(after[:, :, :RING], before[:, :, :RING])
-        for after, before in zip(contender.pool[:3], problem.pool[:3], strict=True)
-    )
+    """Whether a pass left the pool's pending rows as they were, and wrote nothing for rows that belong to nobody."""
+    pairs = zip(contender.pool[:3], problem.pool[:3], strict=True)
+    kept = all(torch.equal(after[:, :, :RING], before[:, :, :RING]) for after, before in pairs)
+    beyond = [contender.outputs(layer)[problem.used_rows :] for layer in range(problem.layers)]
+    return kept and all(bool(o.isnan().all()) for o in beyond)

@@ -7,28 +7,26 @@ the factors that still wait and is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specla.benchmarks.kernels.contenders import Candidate, Mode
 from specla.benchmarks.kernels.inputs import Inputs
+from specla.benchmarks.kernels.launch import Candidate, Mode
 from specla.benchmarks.kernels.problem import RING
 from specla.benchmarks.kernels.reference64 import relative_error, step64
 from specla.benchmarks.kernels.shapes import Shape
 from specla.benchmarks.kernels.topologies import chain
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
-from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
 
 STEPS = 10_000
 ROWS_OF_A_PASS = 8
+_BUCKET = Bucket(sessions=1, rows=ROWS_OF_A_PASS, tree_rows=ROWS_OF_A_PASS, pending=RING)
 WANTED: dict[Mode, float] = {"exact": 1e-5, "fast": 1e-3}
 KERNELS: dict[Mode, Candidate] = {"exact": Candidate("serial"), "fast": Candidate("factorised")}
 
@@ -92,40 +90,28 @@ def _kernel_states(
     H, HV, K, V = shape.heads, shape.value_heads, shape.key_width, shape.value_width
     device, dtype = state.device, tokens.k.dtype
     pool = FactorPool.empty(1, 2 * ROWS_OF_A_PASS, H, HV, K, V, dtype, device)
-    verify = _verifier(shape, candidate, state, pool)
+    rows = LayerRows.empty(ROWS_OF_A_PASS, H, HV, K, V, dtype, device)
+    o, launch = torch.empty_like(rows.v), candidate.launch(shape, _BUCKET, device)
     found, done, waiting, bank = {}, 0, range(0), 0
     ends = set(checkpoints(steps))
     batches: dict[tuple[range, range], PassBatch] = {}
     for length in spans(steps, ROWS_OF_A_PASS):
         own = range(bank, bank + length)
         if (own, waiting) not in batches:
-            batches[own, waiting] = _batch(length, own, waiting, device)
-        rows = LayerRows(*(x[done : done + length].contiguous() for x in tokens))
-        pool.k[0, bank : bank + length], pool.g[0, bank : bank + length] = rows.k, rows.g
-        verify(rows, batches[own, waiting])
+            batches[own, waiting] = _batch(own, waiting, device)
+        for place, x in zip(rows, tokens, strict=True):
+            place[:length] = x[done : done + length]
+        pool.k[0, bank : bank + length], pool.g[0, bank : bank + length] = rows.k[:length], rows.g[:length]
+        launch(rows, state, pool, batches[own, waiting], o)
         done, waiting, bank = done + length, own, ROWS_OF_A_PASS - bank
         if done in ends:
             found[done] = _flushed(state, pool, waiting)
     return found
 
 
-def _verifier(
-    shape: Shape, candidate: Candidate, state: Tensor, pool: FactorPool
-) -> Callable[[LayerRows, PassBatch], None]:
-    def verify(rows: LayerRows, batch: PassBatch) -> None:
-        o = torch.empty_like(rows.v)
-        if candidate.kernel == "factorised":
-            verify_factorised(rows, state, pool, batch, o)
-        else:
-            sizes = (shape.value_heads, shape.key_width, shape.value_width)
-            verify_serial(rows, state, pool, batch, o, SerialWorkspace.empty(batch.bucket, *sizes, state.device))
-
-    return verify
-
-
-def _batch(length: int, own: range, waiting: range, device: torch.device) -> PassBatch:
-    batch = PassBatch(Bucket(sessions=1, rows=length, tree_rows=length, pending=RING), device)
-    batch.fill([SessionPass(slot=0, topology=chain(length), pool_rows=own, pending=waiting)])
+def _batch(own: range, waiting: range, device: torch.device) -> PassBatch:
+    batch = PassBatch(_BUCKET, device)
+    batch.fill([SessionPass(slot=0, topology=chain(len(own)), pool_rows=own, pending=waiting)])
     return batch
 
 

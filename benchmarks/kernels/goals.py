@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from specla.benchmarks.kernels import drift, restore
 from specla.benchmarks.kernels.cases import DEEP, WIDE_TREE, Case
-from specla.benchmarks.kernels.contenders import Mode
+from specla.benchmarks.kernels.launch import Mode
 from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
+from specla.benchmarks.kernels.sampler import DEFAULT
 from specla.benchmarks.kernels.shapes import PAPER, WIDE
 from specla.benchmarks.report import Goal
 
@@ -41,7 +42,7 @@ def goals(
     timed: Mapping[str, Timed],
     restored: Mapping[str, Sequence[float]],
     drifts: Mapping[Mode, Sequence[drift.Point]],
-    sampler: Sequence[float],
+    sampled: Mapping[str, Sequence[float]],
     bandwidth: float,
 ) -> list[Goal]:
     """All goals, in the order of the table that set them.
@@ -50,7 +51,7 @@ def goals(
         timed: cases by name.
         restored: microseconds by name.
         drifts: curves by mode.
-        sampler: microseconds of sampling 64 rows.
+        sampled: microseconds of sampling 64 rows, by configuration.
         bandwidth: bytes a second of a plain copy.
     """
 
@@ -88,7 +89,7 @@ def goals(
     largest = case_name(sessions=1, tree="EAGLE-like tree of 129", shape=WIDE)
     name = "129 rows, 48 heads of 128, 1 session, fast"
     found.append(Goal(name=name, want=_LARGEST_US, got=median(largest, "fast"), unit="us", sense="at most"))
-    got = statistics.median(sampler) if sampler else math.nan
+    got = statistics.median(sampled[DEFAULT]) if DEFAULT in sampled else math.nan
     found.append(Goal(name="sampling 64 rows of 32,000, top-p", want=SAMPLER_US, got=got, unit="us", sense="at most"))
     for mode, limit in drift.WANTED.items():
         name = f"state after {drift.STEPS:,} committed steps against float64, {mode}"

@@ -15,9 +15,11 @@ from specla.benchmarks.kernels.candidates import (
     release,
 )
 from specla.benchmarks.kernels.cases import Case
-from specla.benchmarks.kernels.contenders import Candidate, Contender, Mode, Ours, Snapshots, StandAlone
+from specla.benchmarks.kernels.contenders import Contender, Ours, Snapshots, StandAlone
+from specla.benchmarks.kernels.launch import Candidate, Mode
 from specla.benchmarks.kernels.problem import Problem
 from specla.benchmarks.kernels.replay import Kind, Operation, Replay
+from specla.benchmarks.kernels.rivals import COLUMNS
 from specla.benchmarks.kernels.shapes import bytes_once
 from specla.benchmarks.kernels.timing import Graph, Work, in_turns
 
@@ -83,7 +85,7 @@ def measure(case: Case, operations: Mapping[Kind, Operation], *, l2: int) -> Tim
                 raise
             skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     samples = in_turns(running, case.rounds)
-    once = bytes_once(case.shape, sessions=case.sessions, rows=problem.rows.k.shape[1], pending=problem.pending)
+    once = bytes_once(case.shape, sessions=case.sessions, rows=problem.used_rows, pending=problem.pending)
     made = Timed(
         case,
         samples,
@@ -111,11 +113,14 @@ def _rivals(
     for mode in MODES:
         found[STAND_ALONE[mode]] = lambda mode=mode: StandAlone(problem, chosen[mode])  # type: ignore[misc]
         found[RING[mode]] = lambda mode=mode: Ours(problem, chosen[mode], ring=True)  # type: ignore[misc]
-    snapshots = "serial, snapshots" if case.is_chain else "parent reload, snapshots"
-    if Snapshots.bytes(problem) > MEMORY_LIMIT:
-        skipped[snapshots] = f"{Snapshots.bytes(problem) / 2**30:.0f} GiB of snapshots"
-    else:
-        found[snapshots] = lambda: Snapshots(problem, tree=not case.is_chain)
+    for columns in COLUMNS:
+        name = Snapshots.name_of(tree=not case.is_chain, columns=columns)
+        if Snapshots.bytes(problem) > MEMORY_LIMIT:
+            skipped[name] = f"{Snapshots.bytes(problem) / 2**30:.0f} GiB of snapshots"
+        else:
+            found[name] = lambda columns=columns: Snapshots(  # type: ignore[misc]
+                problem, tree=not case.is_chain, columns=columns
+            )
     kinds: tuple[Kind, ...] = ("recurrent", "chunked")
     for kind in (kind for kind in kinds if kind in case.replay):
         for batched in (False, True):

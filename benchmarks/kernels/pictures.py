@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specla.benchmarks.kernels.contenders import Mode
 from specla.benchmarks.kernels.drift import WANTED, Point
+from specla.benchmarks.kernels.launch import Mode
 from specla.benchmarks.kernels.measure import RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.shapes import PAPER
 

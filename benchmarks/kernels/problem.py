@@ -35,7 +35,7 @@ class Problem:
         topologies: B trees.
         accepted: B lists of the rows that the pass turns out to accept, root first, all of one length.
         pending: P, factors of each session that the stored state lacks, in pool rows 0 to P - 1.
-        rows: inputs [L, R, ...]; `layer_rows` cuts one layer out.
+        rows: inputs [L, R, ...]; `layer_rows` cuts one layer out. Rows past the sessions' last belong to nobody.
         state: float32 [L, B, HV, K, V] before the pending factors. Nobody writes to it: contenders clone it.
         pool: [L, B, POOL_ROWS, ...]; RING rows of factors, then the rows' own k and g. Contenders clone it, too.
         tree_rows: N of the bucket.
@@ -77,10 +77,11 @@ class Problem:
             seed: of the inputs.
         """
         draw = Inputs(shape, dtype=dtype, device=device, seed=seed)
-        B, R = len(topologies), sum(len(t) for t in topologies)
+        B, used = len(topologies), sum(len(t) for t in topologies)
+        tree_rows = tree_rows or max(len(t) for t in topologies)
         paths = [deepest_path(t) for t in topologies]
         length = min(accepted, *(len(path) for path in paths))
-        rows = draw.rows(layers, R)
+        rows = draw.rows(layers, max(used, tree_rows))
         sizes = (shape.heads, shape.value_heads, shape.key_width, shape.value_width)
         flat = FactorPool.empty(layers * B, POOL_ROWS, *sizes, dtype, device)
         pool = FactorPool(*(x.view(layers, B, *x.shape[1:]) for x in flat))
@@ -102,7 +103,7 @@ class Problem:
             rows=rows,
             state=draw.states(layers, B),
             pool=pool,
-            tree_rows=tree_rows or max(len(t) for t in topologies),
+            tree_rows=tree_rows,
         )
 
     @property
@@ -114,6 +115,11 @@ class Problem:
     def sessions(self) -> int:
         """B."""
         return len(self.topologies)
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that belong to sessions; they come first."""
+        return sum(len(t) for t in self.topologies)
 
     @property
     def first_rows(self) -> list[int]:
@@ -130,11 +136,10 @@ class Problem:
 
     def batch(self, *, groups: int, pending: int, write_state: bool) -> PassBatch:
         """The pass as our kernels see it, with `pending` factors of each session in pool rows 0 and on."""
-        total = sum(len(t) for t in self.topologies)
         bucket = Bucket(
             sessions=self.sessions,
-            rows=total,
-            tree_rows=min(self.tree_rows, total),
+            rows=self.rows.k.shape[1],
+            tree_rows=self.tree_rows,
             pending=RING,
             groups=groups,
         )
@@ -157,4 +162,4 @@ class Problem:
         """q, k, v, g, beta of the accepted rows, [L, B, a, ...]."""
         places = [[first + row for row in path] for first, path in zip(self.first_rows, self.accepted, strict=True)]
         at = torch.tensor(places, device=self.state.device)
-        return LayerRows(*(x[:, at] for x in self.rows))
+        return LayerRows(*(x[:, at].contiguous() for x in self.rows))

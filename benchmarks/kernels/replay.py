@@ -70,12 +70,14 @@ class Replay:
         if batched:
             runs = [[first + row for row in path] for first in firsts for path in self._paths]
             ends = torch.tensor([len(run) for run in runs]).cumsum(0)
-            self._ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32).to(device)
+            self._ends = torch.nn.functional.pad(ends, (1, 0)).to(device)  # int64
             places = [torch.tensor([[row for run in runs for row in run]], device=device)]  # [1, T]
         else:
             places = [torch.tensor([[f + row for row in path] for f in firsts], device=device) for path in self._paths]
         self._places = places
-        self._inputs = [LayerRows(*(x[:, at] for x in problem.rows)) for at in places]  # [L, B or 1, T, ...]
+        self._inputs = [
+            LayerRows(*(x[:, at].contiguous() for x in problem.rows)) for at in places
+        ]  # [L, B or 1, T, ...]
         self._accepted = LayerRows(*(x.flatten(0, 1) for x in problem.accepted_inputs()))  # [L B, a, ...]
         self._o: dict[int, list[Tensor]] = {}
         self._final: Tensor | None = None

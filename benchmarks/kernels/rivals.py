@@ -2,8 +2,8 @@
 
 `SNAPSHOT` serial: one program walks a chain with its tile of the state on chip and stores the state after every row.
 `RELOAD`: the same for trees, where every row first reads its parent's stored state. After the verdict the accepted
-row's state is copied to the session's slot. Tiles are 32 columns of V; one warp where K is at most 128, two at 256,
-where one would not have the registers: kinder than one warp for all.
+row's state is copied to the session's slot. Tiles are 32 columns of V, as is usual, or 16, which suits few sessions
+better; both with as many warps as keep the state in 32 registers a thread, since a single warp spills.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import PassBatch
 
-TILE_V = 32
+COLUMNS = (32, 16)
+"""Tiles of V that are timed."""
+
 _COPY_BLOCK = 4096
-_WARP_ELEMENTS = 4096  # of a tile: 128 registers a thread
+_WARP_ELEMENTS = 1024  # of a tile: 32 registers a thread
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def scatter_kernel(
 
 
 def verify_snapshot(
-    rows: LayerRows, state: Tensor, snapshots: Tensor, batch: PassBatch, o: Tensor, *, tree: bool
+    rows: LayerRows, state: Tensor, snapshots: Tensor, batch: PassBatch, o: Tensor, *, tree: bool, columns: int
 ) -> None:
     """Outputs and the state after every row.
 
@@ -97,10 +99,11 @@ def verify_snapshot(
         batch: slots, rows and (for trees) parents.
         o: [R, HV, V]; written.
         tree: whether every row reads its parent's state again; if not, the rows must form chains.
+        columns: of V, a program's tile.
     """
     _, value_heads, key_width, value_width = state.shape
     block_k = triton.next_power_of_2(key_width)
-    block_v = min(TILE_V, triton.next_power_of_2(value_width))
+    block_v = min(columns, triton.next_power_of_2(value_width))
     snapshot_kernel[(triton.cdiv(value_width, block_v), value_heads, batch.bucket.sessions)](
         *rows,
         state,

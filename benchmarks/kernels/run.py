@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from dataclasses import dataclass, field
 from specla.benchmarks.kernels import device, drift, restore
 from specla.benchmarks.kernels.candidates import candidates, measure_choices, release
 from specla.benchmarks.kernels.cases import Case, all_cases, tuning_cases
-from specla.benchmarks.kernels.checks import check_replays, run_checks
-from specla.benchmarks.kernels.contenders import Mode
+from specla.benchmarks.kernels.checks import Checked, check_replays, run_checks
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.goals import goals
+from specla.benchmarks.kernels.launch import Mode
 from specla.benchmarks.kernels.measure import MODES, Timed, measure
 from specla.benchmarks.kernels.replay import Kind, MissingLibraryError, Operation, operation
 from specla.benchmarks.kernels.sampler import measure_sampler
@@ -49,7 +50,7 @@ class Run:
     timed: dict[str, Timed] = field(default_factory=dict)
     drifts: dict[Mode, list[drift.Point]] = field(default_factory=dict)
     restored: dict[str, list[float]] = field(default_factory=dict)
-    sampler: list[float] = field(default_factory=list)
+    sampled: dict[str, list[float]] = field(default_factory=dict)
     bandwidth: float = float("nan")
 
 
@@ -74,9 +75,8 @@ def run(*, budget: float, say: Say, save: Callable[[Report], None]) -> Run:
     notes.update(method=METHOD, replay=REPLAY, budget_s=budget, triton=_triton_version())
     notes["clocks before"] = device.clocks()
     operations = _operations(notes, say)
-    recurrent: dict[Kind, Operation] = {kind: op for kind, op in operations.items() if kind == "recurrent"}
     say("checking every kernel against float64")
-    _note(notes, run_checks(SHAPES, recurrent))
+    _note(notes, run_checks(SHAPES))
     notes["seconds of checks"] = round(time.monotonic() - begun, 1)
     device.wake()
     made.bandwidth = device.copy_bandwidth()
@@ -88,10 +88,10 @@ def run(*, budget: float, say: Say, save: Callable[[Report], None]) -> Run:
         else:
             grid.append(case)
     with _noting(made, "restoring", say):
-        made.restored = restore.measure_restore(recurrent, l2=l2)
+        made.restored = restore.measure_restore(operations, l2=l2)
     release()
     with _noting(made, "sampling", say):
-        made.sampler = measure_sampler(l2=l2)
+        made.sampled = measure_sampler(l2=l2)
     release()
     for mode in MODES:
         with _noting(made, f"drift, {mode}", say):
@@ -121,7 +121,7 @@ def tune(*, budget: float, say: Say) -> Run:
     begun = time.monotonic()
     made = Run(Report(title="What the selector chooses from", device=device.describe()))
     made.report.notes.update(method=METHOD, budget_s=budget, triton=_triton_version())
-    _note(made.report.notes, run_checks(SHAPES, {}))
+    _note(made.report.notes, run_checks(SHAPES))
     device.wake()
     for case in tuning_cases():
         if time.monotonic() - begun > budget:
@@ -131,7 +131,8 @@ def tune(*, budget: float, say: Say) -> Run:
             choices = candidates(case.shape, case.sessions, case.topology, thorough=True)
             times = measure_choices(choices, case.shape, case.sessions, case.topology)
             for choice, us in zip(choices, times, strict=True):
-                made.report.rows.append(Row.of(case.name, choice.name, [us], "us"))
+                if us < math.inf:
+                    made.report.rows.append(Row.of(case.name, choice.name, [us], "us"))
     made.report.notes["seconds"] = round(time.monotonic() - begun, 1)
     return made
 
@@ -192,15 +193,17 @@ def _operations(notes: dict[str, str | int | float | bool], say: Say) -> dict[Ki
     return found
 
 
-def _note(notes: dict[str, str | int | float | bool], errors: list[Errors]) -> None:
-    """Puts the errors into the notes.
+def _note(notes: dict[str, str | int | float | bool], checked: Checked) -> None:
+    """Puts errors into the notes, and what cannot be made here.
 
     Raises:
-        WrongResultError: one is too large.
+        WrongResultError: an error is too large.
     """
-    for error in errors:
+    for error in checked.errors:
         notes[f"errors, {error.case}, {error.name}"] = str(error)
-    if failed := [error for error in errors if not error.passed]:
+    for name, why in checked.unfit.items():
+        notes[f"cannot be made, {name}"] = why
+    if failed := [error for error in checked.errors if not error.passed]:
         raise WrongResultError(failed)
 
 
@@ -235,9 +238,9 @@ def summarise(made: Run) -> None:
         for point in points:
             row = Row.of("drift of the state", f"{mode}, {point.step} tokens", [point.error], "relative error")
             report.rows.append(row)
-    if made.sampler:
-        report.rows.append(Row.of("sampling", "64 rows of 32,000, top-p", made.sampler, "us"))
-    report.goals = goals(made.timed, made.restored, made.drifts, made.sampler, made.bandwidth)
+    for config, samples in made.sampled.items():
+        report.rows.append(Row.of("sampling 64 rows of 32,000, top-p", config, samples, "us"))
+    report.goals = goals(made.timed, made.restored, made.drifts, made.sampled, made.bandwidth)
 
 
 def _triton_version() -> str:

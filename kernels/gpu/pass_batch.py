@@ -26,6 +26,9 @@ NO_SLOT = -1
 ZEROS = -1
 """A pool row that is not there: the zeros before the prompt."""
 
+ALIGNED = 4
+"""Arrays begin at multiples of 16 bytes: kernels are compiled for that, and once only, whatever the bucket."""
+
 Ints = NDArray[np.int32]
 
 
@@ -144,14 +147,15 @@ class PassBatch:
         self.bucket = bucket
         shapes = bucket.shapes()
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        places = {name: -(-size // ALIGNED) * ALIGNED for name, size in sizes.items()}
         pinned = torch.device(device).type == "cuda"
-        self._host = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
-        self.buffer = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        self._host = torch.empty(sum(places.values()), dtype=torch.int32, pin_memory=pinned)
+        self.buffer = torch.empty(sum(places.values()), dtype=torch.int32, device=device)
         flat, self._arrays, at = self._host.numpy(), {}, 0
         for name, shape in shapes.items():
             setattr(self, name, self.buffer[at : at + sizes[name]].view(shape))
             self._arrays[name] = flat[at : at + sizes[name]].reshape(shape)
-            at += sizes[name]
+            at += places[name]
         self.fill(())
 
     def fill(self, sessions: Sequence[SessionPass]) -> None:

@@ -10,8 +10,9 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from specla.benchmarks.kernels.contenders import Candidate, Ours, Snapshots, StandAlone
+from specla.benchmarks.kernels.contenders import Ours, Snapshots, StandAlone
 from specla.benchmarks.kernels.correctness import check, expected, untouched
+from specla.benchmarks.kernels.launch import Candidate
 from specla.benchmarks.kernels.problem import RING, Problem
 from specla.benchmarks.kernels.reference64 import commit64, relative_error, verify64
 from specla.benchmarks.kernels.replay import Replay

@@ -17,14 +17,15 @@ from specla.benchmarks.cli import bench
 from specla.benchmarks.kernels import drift, restore
 from specla.benchmarks.kernels.candidates import best, bucket_rows, candidates
 from specla.benchmarks.kernels.cases import GOAL_CASES, TREES, all_cases, tuning_cases
-from specla.benchmarks.kernels.contenders import Candidate
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.goals import case_name, goals, ratio
+from specla.benchmarks.kernels.launch import Candidate
 from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.pictures import DRIFT, TIMES, draw
 from specla.benchmarks.kernels.run import Run, summarise
+from specla.benchmarks.kernels.sampler import DEFAULT
 from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape, bytes_once
-from specla.benchmarks.kernels.timing import layers_needed
+from specla.benchmarks.kernels.timing import in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import chain, eagle_like
 from specla.benchmarks.report import Report
 
@@ -57,6 +58,29 @@ class TestBytes:
     def test_layers_lie_three_caches_apart(self):
         assert layers_needed(2_000_000, 60_000_000) == 90
         assert layers_needed(500_000_000, 60_000_000) == 2
+
+
+class Recorded:
+    """In place of a graph: notes when it is run."""
+
+    def __init__(self, name, order):
+        self.name, self._order = name, order
+
+    def sample(self):
+        self._order.append(self.name)
+        return float(len(self._order))
+
+
+class TestTurns:
+    def test_rounds_rotate_so_that_nobody_is_always_first(self):
+        order = []
+        samples = in_turns([Recorded(name, order) for name in "abc"], 4)
+        assert order == list("abcbcacababc")
+        assert samples["a"] == [1.0, 6.0, 8.0, 10.0]
+
+    def test_names_must_differ(self):
+        with pytest.raises(ValueError, match="repeat"):
+            in_turns([Recorded("a", []), Recorded("a", [])], 2)
 
 
 class TestCases:
@@ -97,7 +121,7 @@ class TestCandidates:
 
 class TestGoals:
     def test_every_figure_is_a_goal_and_nan_where_unmeasured(self):
-        found = goals({}, {}, {}, [], 4e12)
+        found = goals({}, {}, {}, {}, 4e12)
         assert len(found) == 20
         assert all(math.isnan(goal.got) and not goal.met for goal in found)
 
@@ -108,7 +132,7 @@ class TestGoals:
     def test_figures_come_from_their_cases(self):
         restored = {restore.FACTORS: [10.0, 10.0], restore.MODEL: [250.0, 230.0], restore.ALONE: [30.0, 10.0]}
         drifts = {"exact": [drift.Point(1, 1e-8), drift.Point(10, 2e-7)], "fast": [drift.Point(10, 2e-3)]}
-        found = {g.name: g for g in goals(all_timed(), restored, drifts, [25.0], 4e12)}
+        found = {g.name: g for g in goals(all_timed(), restored, drifts, {DEFAULT: [25.0]}, 4e12)}
         replay = "selected kernel against root-to-leaf replay"
         assert found[f"{replay}, paths singly, tree (2, 12, 16)"].got == 11.0
         assert found[f"{replay}, one batched launch, tree (4, 4, 32)"].got == pytest.approx(2.1)
