@@ -54,7 +54,8 @@ class Graph(NamedTuple):
     """Captured work and how often one sample replays it."""
 
     name: str
-    units: int
+    work: Work
+    """Kept: a graph holds addresses, not the tensors that lie there."""
     graph: torch.cuda.CUDAGraph
     replays: int
 
@@ -71,7 +72,7 @@ class Graph(NamedTuple):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), torch.no_grad():
             work.run()
-        once = cls(work.name, work.units, graph, 1)
+        once = cls(work.name, work, graph, 1)
         once.sample()
         milliseconds = once.sample() * work.units / 1e3
         replays = min(_MOST_REPLAYS, max(1, math.ceil(_LEAST_MS / max(milliseconds, 1e-3))))
@@ -86,7 +87,7 @@ class Graph(NamedTuple):
             self.graph.replay()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / (self.units * self.replays)
+        return float(begin.elapsed_time(end)) * 1e3 / (self.work.units * self.replays)
 
 
 def layers_needed(bytes_of_a_layer: int, l2_bytes: int) -> int:
