@@ -22,9 +22,60 @@ _FLUSH_WARPS = 4
 
 
 @triton.jit
+def key_order(BK: tl.constexpr, LANES: tl.constexpr):
+    """The K index of each row of a tile, [BK]: thread l of LANES that share a column owns BK / LANES rows side by side.
+
+    Tiles are dealt to threads row by row; in this order a thread's rows of S meet 16 bytes of k at a time.
+    """
+    o = tl.arange(0, BK)
+    return o % LANES * (BK // LANES) + o // LANES
+
+
+@triton.jit
+def load_key(p, K: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, used=True):
+    """One head's k or q in `key_order`, [BK] in its own dtype; 0 past K or where not `used`."""
+    o = tl.arange(0, BK // LANES)[:, None] + tl.arange(0, LANES)[None, :] * (BK // LANES)
+    return tl.reshape(tl.load(p + o, mask=(o < K) & used, other=0.0).to(tl.float32), [BK])
+
+
+@triton.jit
 def outer_step(s, alpha, k, u):
     """The tile s [BK, BV] after one token: fma(k, u, alpha s), in verification and commit alike."""
     return tl.fma(tl.broadcast_to(k[:, None], s.shape), tl.broadcast_to(u[None, :], s.shape), s * alpha)
+
+
+@triton.jit
+def prefetch(p):
+    """Asks for the cache lines at the pointers p."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_pending(
+    p_pending,
+    n_pending,
+    p_pool_k,
+    p_pool_u,
+    p_pool_g,
+    i_v,
+    i_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PENDING: tl.constexpr,
+):
+    """Has the first pending factors on their way together with the state: they lie scattered, and were not read lately."""
+    o_p = tl.arange(0, PENDING)
+    row = tl.load(p_pending + o_p, mask=o_p < n_pending, other=0).to(tl.int64)
+    o_line = tl.arange(0, BK // 64) * 64
+    prefetch(p_pool_k + (row * H + i_h // (HV // H))[:, None] * K + tl.minimum(o_line, K - 1)[None, :])
+    prefetch(p_pool_u + (row * HV + i_h) * V + i_v * BV)
+    prefetch(p_pool_g + row * HV + i_h)
 
 
 @triton.jit
@@ -35,25 +86,26 @@ def apply_pending(
     p_pool_k,
     p_pool_u,
     p_pool_g,
-    o_k,
     o_v,
     i_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BK: tl.constexpr,
+    LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The tile s [BK, BV] of value head i_h after n_pending factors; p_pool_* point at the session's pool.
+    """The tile s [BK, BV], rows in `key_order`, of value head i_h after n_pending factors; p_pool_* point at the session's pool.
 
     Several factors are loaded at once; places past the last one read as k = u = g = 0, which changes nothing.
     """
-    m_k, m_v = o_k < K, o_v < V
+    m_v = o_v < V
     for first in range(0, n_pending, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             used = first + i < n_pending
             row = tl.load(p_pending + first + i, mask=used, other=0).to(tl.int64)
-            k = tl.load(p_pool_k + (row * H + i_h // (HV // H)) * K + o_k, mask=m_k & used, other=0.0).to(tl.float32)
+            k = load_key(p_pool_k + (row * H + i_h // (HV // H)) * K, K, BK, LANES, used).to(tl.float32)
             u = tl.load(p_pool_u + (row * HV + i_h) * V + o_v, mask=m_v & used, other=0.0)
             g = tl.load(p_pool_g + row * HV + i_h, mask=used, other=0.0)
             s = outer_step(s, tl.exp(g), k, u)
@@ -79,6 +131,7 @@ def flush_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Grid (tiles of V, HV, layers * sessions)."""
@@ -87,7 +140,7 @@ def flush_kernel(
     n_pending = tl.load(p_pending_len + i_b)
     if (slot < 0) | (n_pending == 0):
         return
-    o_k, o_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    o_k, o_v = key_order(BK, LANES), tl.program_id(0) * BV + tl.arange(0, BV)
     mask = (o_k < K)[:, None] & (o_v < V)[None, :]
     slot += (tl.program_id(2) // sessions).to(tl.int64) * slots
     p_tile = p_state + (slot * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
@@ -100,13 +153,14 @@ def flush_kernel(
         p_pool_k + pool * H * K,
         p_pool_u + pool * HV * V,
         p_pool_g + pool * HV,
-        o_k,
         o_v,
         i_h,
         H,
         HV,
         K,
         V,
+        BK,
+        LANES,
         AT_ONCE,
     )
     tl.store(p_tile, s, mask=mask)
@@ -154,6 +208,7 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
         V=value_width,
         BK=block_k,
         BV=block_v,
+        LANES=min(16, block_k),
         AT_ONCE=AT_ONCE,
         num_warps=_FLUSH_WARPS,
     )

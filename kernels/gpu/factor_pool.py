@@ -70,7 +70,9 @@ class PoolRows:
         in_use = {*self.pending, *self.history}
         free = [row for row in range(self._rows) if row not in in_use]
         if len(free) < count:
-            raise ValueError(f"{count} rows of the pool are wanted, {len(free)} of {self._rows} are free: write S first")
+            raise ValueError(
+                f"{count} rows of the pool are wanted, {len(free)} of {self._rows} are free: write S first"
+            )
         return free[:count]
 
     def accept(self, rows: list[int], *, state_written: bool) -> None:

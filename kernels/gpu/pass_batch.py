@@ -151,6 +151,7 @@ class PassBatch:
         pinned = torch.device(device).type == "cuda"
         self._host = torch.empty(sum(places.values()), dtype=torch.int32, pin_memory=pinned)
         self.buffer = torch.empty(sum(places.values()), dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if pinned else None
         flat, self._arrays, at = self._host.numpy(), {}, 0
         for name, shape in shapes.items():
             setattr(self, name, self.buffer[at : at + sizes[name]].view(shape))
@@ -166,6 +167,8 @@ class PassBatch:
         """
         arrays, bucket = self._arrays, self.bucket
         _check(sessions, bucket)
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the former contents may still be reading the host's side
         self._host.zero_()
         arrays["slot"].fill(NO_SLOT)
         arrays["row_session"].fill(-1)
@@ -195,6 +198,8 @@ class PassBatch:
             at += n
         arrays["row_start"][len(sessions) :] = at
         self.buffer.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,9 @@
 """In which order the serial kernels walk a tree: rows as steps, with the few states that must be kept and fetched.
 
-A step's state is normally the one just computed, still on chip. Where the tree branches, the state is kept once and
-fetched by every later child. Light children go first and the heavy one last, so that at most log2(N) states are kept
-at a time. With several *groups*, each a program of its own, the leaves are dealt out in depth-first order, as evenly
+A step's state is normally the one just computed, still on chip. A leaf is computed from its parent's state and forms
+none of its own, so leaves go first and cost no move of states. Where a node has several children that branch on, its
+state is kept once and fetched by every later one: light children go first and the heavy one last, so that at most
+log2(N) states are kept at a time. With several *groups*, each a program of its own, the leaves are dealt out in depth-first order, as evenly
 as the tree allows; a group walks down from the root itself: repeating the few rows above its own costs less than
 waiting for another program to store and publish a state, and lets no program depend on another.
 """
@@ -18,8 +19,9 @@ from specla.kernels.topology import Topology
 
 ROW_BITS = 8
 EMIT_BIT = 8
-KEEP_SHIFT = 9
-FETCH_SHIFT = 13
+LEAF_BIT = 9
+KEEP_SHIFT = 10
+FETCH_SHIFT = 14
 PLACE_MASK = 15
 PLACES = 8
 """States that one program may keep: light edges on one path halve the subtree, so 129 rows never need more."""
@@ -34,8 +36,9 @@ Steps = tuple[NDArray[np.int32], ...]
 def schedule(topology: Topology, groups: int) -> Steps:
     """The steps of each group, at most `groups` of them, none empty.
 
-    A step is row | emit << 8 | (1 + keep) << 9 | (1 + fetch) << 13: fetch a kept state first (if any), compute the
-    row, store its output and factor if `emit` is set, keep the state (if any). Each row is emitted exactly once.
+    A step is row | emit << 8 | leaf << 9 | (1 + keep) << 10 | (1 + fetch) << 14: fetch a kept state first (if any),
+    compute the row, store its output and factor if `emit` is set, form the state unless it is a leaf, keep it (if
+    any). Each row is emitted exactly once.
     """
     order = _light_first(topology)
     leaves = [row for row in order if not topology.children[row]]
@@ -98,7 +101,7 @@ def _runs(topology: Topology, leaves: list[int], limit: int) -> list[list[int]]:
     cost = 0
     for leaf in leaves:
         fresh = _union(topology, [leaf]) - rows
-        added = len(fresh) + (_FETCH_STEPS if rows else 0)
+        added = len(fresh) + (_FETCH_STEPS if rows and len(fresh) > 1 else 0)
         if parts and cost + added <= limit:
             parts[-1].append(leaf)
             rows |= fresh
@@ -115,22 +118,26 @@ def _steps(topology: Topology, rows: set[int], order: list[int], emitted: set[in
     place_of: dict[int, int] = {}  # the place of each row whose state is kept
     waiting: dict[int, int] = {}  # children still to come of each such row
     free = list(range(PLACES))[::-1]
-    words, last = [], -1
+    words, held = [], -1  # the row whose state is on chip
     for row in (r for r in order if r in rows):
-        parent, word = topology.parent_rows[row], row
-        if parent != last:
+        parent, word, is_leaf = topology.parent_rows[row], row, not topology.children[row]
+        if parent != held:
             word |= (1 + place_of[parent]) << FETCH_SHIFT
-        if parent in waiting:
-            waiting[parent] -= 1
-            if not waiting[parent]:
-                free.append(place_of[parent])
-        children = sum(child in rows for child in topology.children[row])
-        if children > 1:
-            place_of[row], waiting[row] = free.pop(), children
-            word |= (1 + place_of[row]) << KEEP_SHIFT
+            held = parent
+        if not is_leaf:
+            if parent in waiting:
+                waiting[parent] -= 1
+                if not waiting[parent]:
+                    free.append(place_of[parent])
+            held = row
+            branches = sum(child in rows and bool(topology.children[child]) for child in topology.children[row])
+            if branches > 1:
+                place_of[row], waiting[row] = free.pop(), branches
+                word |= (1 + place_of[row]) << KEEP_SHIFT
+        else:
+            word |= 1 << LEAF_BIT
         if row not in emitted:
             emitted.add(row)
             word |= 1 << EMIT_BIT
         words.append(word)
-        last = row
     return np.array(words, dtype=np.int32)

@@ -21,11 +21,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specla.kernels.gpu.commit import AT_ONCE, apply_pending, check_state, outer_step
+from specla.kernels.gpu.commit import (
+    AT_ONCE,
+    apply_pending,
+    check_state,
+    key_order,
+    load_key,
+    outer_step,
+    prefetch_pending,
+)
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
-from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, PLACE_MASK, PLACES, ROW_BITS
+from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, PLACES, ROW_BITS
+
+_PREFETCHED = 8  # pending factors that are asked for as early as the state
 
 
 class Tile(NamedTuple):
@@ -72,7 +82,7 @@ def _store_tile(p_tile, s, mask, p_arrived, n_groups, GROUPS: tl.constexpr):
         tl.store(p_tile, s, mask=mask)
     else:
         tl.debug_barrier()  # all threads have read the tile before this program counts as arrived
-        if tl.atomic_add(p_arrived, 1) == n_groups - 1:
+        if tl.atomic_add(p_arrived, 1, sem="release") == n_groups - 1:
             tl.store(p_tile, s, mask=mask)
             tl.store(p_arrived, 0)
 
@@ -111,12 +121,16 @@ def verify_serial_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROW_MASK: tl.constexpr,
     EMIT_BIT: tl.constexpr,
+    LEAF_BIT: tl.constexpr,
     KEEP_SHIFT: tl.constexpr,
     FETCH_SHIFT: tl.constexpr,
     PLACE_MASK: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Grid (tiles of V, HV, sessions * groups)."""
     i_v, i_h, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -128,25 +142,43 @@ def verify_serial_kernel(
         return
     start = tl.load(p_row_start + i_b)
     n_pending = tl.load(p_pending_len + i_b)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
-    mask = m_k[:, None] & m_v[None, :]
+    o_k, o_v = key_order(BK, LANES), i_v * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    mask = (o_k < K)[:, None] & m_v[None, :]
     p_tile = p_state + (slot * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
     s = tl.load(p_tile, mask=mask, other=0.0)
+
+    pool = slot * POOL
+    if (not INTERPRETED) and BK >= 64:
+        prefetch_pending(
+            p_pending + i_b * PENDING,
+            n_pending,
+            p_pool_k + pool * H * K,
+            p_pool_u + pool * HV * V,
+            p_pool_g + pool * HV,
+            i_v,
+            i_h,
+            H,
+            HV,
+            K,
+            V,
+            BK,
+            BV,
+            PREFETCHED,
+        )
 
     # The first row's operands are on their way while the pending factors are applied.
     p_steps = p_schedule + i_bg * STEPS
     word = tl.load(p_steps)
     next_word = tl.load(p_steps + 1, mask=n_steps > 1, other=0)
     row = start + (word & ROW_MASK)
-    k = tl.load(p_k + (row * H + i_hk) * K + o_k, mask=m_k, other=0.0)
-    q = tl.load(p_q + (row * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+    k = load_key(p_k + (row * H + i_hk) * K, K, BK, LANES)
+    q = load_key(p_q + (row * H + i_hk) * K, K, BK, LANES)
     v = tl.load(p_v + (row * HV + i_h) * V + o_v, mask=m_v, other=0.0)
     g = tl.load(p_g + row * HV + i_h)
     beta = tl.load(p_beta + row * HV + i_h)
     pool_row = tl.load(p_pool_row + row)
 
-    pool = slot * POOL
     if n_pending > 0:
         s = apply_pending(
             s,
@@ -155,13 +187,14 @@ def verify_serial_kernel(
             p_pool_k + pool * H * K,
             p_pool_u + pool * HV * V,
             p_pool_g + pool * HV,
-            o_k,
             o_v,
             i_h,
             H,
             HV,
             K,
             V,
+            BK,
+            LANES,
             AT_ONCE,
         )
         if tl.load(p_write_state + i_b) != 0:
@@ -173,8 +206,8 @@ def verify_serial_kernel(
     p_own += tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
     for i in range(n_steps):
         row_after = start + (next_word & ROW_MASK)
-        k_after = tl.load(p_k + (row_after * H + i_hk) * K + o_k, mask=m_k, other=0.0)
-        q_after = tl.load(p_q + (row_after * H + i_hk) * K + o_k, mask=m_k, other=0.0)
+        k_after = load_key(p_k + (row_after * H + i_hk) * K, K, BK, LANES)
+        q_after = load_key(p_q + (row_after * H + i_hk) * K, K, BK, LANES)
         v_after = tl.load(p_v + (row_after * HV + i_h) * V + o_v, mask=m_v, other=0.0)
         g_after = tl.load(p_g + row_after * HV + i_h)
         beta_after = tl.load(p_beta + row_after * HV + i_h)
@@ -186,11 +219,12 @@ def verify_serial_kernel(
             if fetch > 0:
                 s = tl.load(p_own + (fetch - 1) * (BK * BV))
         b_k, b_q = k.to(tl.float32), q.to(tl.float32)
-        s = s * tl.exp(g)
-        recalled = tl.sum(s * b_k[:, None], 0)
-        y = tl.sum(s * b_q[:, None], 0)
+        alpha = tl.exp(g)
+        recalled = alpha * tl.sum(s * b_k[:, None], 0)
+        y = alpha * tl.sum(s * b_q[:, None], 0)
         u = beta * (v.to(tl.float32) - recalled)
-        s = tl.fma(tl.broadcast_to(b_k[:, None], s.shape), tl.broadcast_to(u[None, :], s.shape), s)
+        if (word >> LEAF_BIT) & 1 == 0:  # nothing goes on from a leaf's state
+            s = outer_step(s, alpha, b_k, u)
         o = tl.fma(tl.broadcast_to(tl.sum(b_q * b_k, 0), u.shape), u, y)
         m_emit = m_v & (((word >> EMIT_BIT) & 1) > 0)
         tl.store(p_o + (row * HV + i_h) * V + o_v, o.to(p_o.dtype.element_ty), mask=m_emit)
@@ -257,13 +291,19 @@ def verify_serial(
         V=value_width,
         BK=tile.block_k,
         BV=tile.block_v,
+        LANES=min(128 // tile.block_v, tile.block_k),
         AT_ONCE=AT_ONCE,
         ROW_MASK=(1 << ROW_BITS) - 1,
         EMIT_BIT=EMIT_BIT,
+        LEAF_BIT=LEAF_BIT,
         KEEP_SHIFT=KEEP_SHIFT,
         FETCH_SHIFT=FETCH_SHIFT,
         PLACE_MASK=PLACE_MASK,
+        PREFETCHED=_PREFETCHED,
+        INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=tile.warps,
+        num_stages=1,
+        enable_fp_fusion=True,
     )
 
 

@@ -145,9 +145,7 @@ def expected(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
         before = reference.commit(
             state[session.slot], pool.k[session.slot], pool.u[session.slot], pool.g[session.slot], session.pending
         )
-        o, u = reference.verify_tree(
-            *(x[mine] for x in cpu), state=before, parents=session.topology.parent_rows
-        )
+        o, u = reference.verify_tree(*(x[mine] for x in cpu), state=before, parents=session.topology.parent_rows)
         outputs.append(o)
         factors.append(u)
         if session.write_state and session.pending:

@@ -1,0 +1,133 @@
+"""Exact mode on the GPU kernels: a row's bits depend on its path alone, and equal those of plain decoding."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_layers import Dims, Layer, make_layer, written_factors
+from torch import Tensor
+from tree_cases import chain, random_tree
+
+from specla.kernels.gpu.commit import flush
+from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
+from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.topology import Topology
+
+SMALL = Dims(1, 2, 16, 16)
+WIDE = [
+    Dims(2, 2, 64, 64, torch.bfloat16),
+    Dims(1, 2, 128, 128, torch.bfloat16),
+    Dims(1, 4, 96, 192, torch.bfloat16),
+    Dims(1, 1, 256, 256, torch.bfloat16),
+    Dims(1, 1, 256, 512, torch.float16),
+]
+TREES = [Topology.from_wire((-1, -1, 0, 0, 2, 1, 5)), chain(4), Topology.root_only()]
+
+
+def run(layer: Layer) -> tuple[Tensor, Tensor]:
+    """o and u of the used rows."""
+    dims, bucket = layer.dims, layer.batch.bucket
+    workspace = SerialWorkspace.empty(bucket, dims.value_heads, dims.key_width, dims.value_width, layer.state.device)
+    verify_serial(layer.rows, layer.state, layer.pool, layer.batch, layer.o, workspace)
+    return layer.o[: sum(len(s.topology) for s in layer.sessions)], written_factors(layer)
+
+
+def decode(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Each row as plain decoding computes it: one-row passes, each committing the row before it."""
+    outputs, factors = [], []
+    for b, session in enumerate(layer.sessions):
+        first, rows_of = layer.first_row(b), len(session.topology)
+        states: list[Tensor] = []  # after the pending factors and all rows down to each
+        start = layer.state.clone()
+        flush(start, layer.pool, *_lists([session.slot], [session.pending], start.device))
+        for row in range(rows_of):
+            parent = session.topology.parent_rows[row]
+            state = (start if parent < 0 else states[parent]).clone()
+            batch = PassBatch(Bucket(sessions=1, rows=1, tree_rows=1, pending=1), state.device)
+            batch.fill(
+                [SessionPass(slot=session.slot, topology=Topology.root_only(), pool_rows=[session.pool_rows[row]])]
+            )
+            one = LayerRows(*(x[first + row : first + row + 1].contiguous() for x in layer.rows))
+            o = torch.empty_like(layer.o[:1])
+            dims = layer.dims
+            workspace = SerialWorkspace.empty(
+                batch.bucket, dims.value_heads, dims.key_width, dims.value_width, o.device
+            )
+            verify_serial(one, state, layer.pool, batch, o, workspace)
+            outputs.append(o)
+            factors.append(layer.pool.u[session.slot, session.pool_rows[row]].clone()[None])
+            flush(state, layer.pool, *_lists([session.slot], [[session.pool_rows[row]]], state.device))
+            states.append(state)
+    return torch.cat(outputs), torch.cat(factors)
+
+
+def _lists(slots: Sequence[int], paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(1, *map(len, paths))
+    padded = [[*path, *[0] * (width - len(path))] for path in paths]
+    return (
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(padded, dtype=torch.int32, device=device),
+        torch.tensor([len(path) for path in paths], dtype=torch.int32, device=device),
+    )
+
+
+def check_rows(dims: Dims, trees: Sequence[Topology], device: torch.device, groups: Sequence[int], gates: str) -> None:
+    pending = [(3 * b) % 8 for b in range(len(trees))]
+    first = make_layer(dims, trees, device, pending=pending, gates=gates)
+    alone = decode(first.clone())
+    for count in groups:
+        layer = make_layer(dims, trees, device, pending=pending, gates=gates, groups=count)
+        together = run(layer)
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), f"{count} groups"
+
+
+def check_commit(dims: Dims, tree: Topology, device: torch.device) -> None:
+    """A state committed by the next pass, at once or path by path or by a flush, has the bits of serial steps."""
+    layer = make_layer(dims, [tree], device, pending=5, groups=2)
+    session, serial = layer.sessions[0], layer.state.clone()
+    for row in session.pending:
+        flush(serial, layer.pool, *_lists([session.slot], [[row]], device))
+    flushed = layer.state.clone()
+    flush(flushed, layer.pool, *_lists([session.slot], [session.pending], device))
+    assert torch.equal(flushed, serial)
+    run(layer)
+    assert torch.equal(layer.state, serial)
+    assert not torch.equal(layer.state, make_layer(dims, [tree], device, pending=5).state)
+
+
+def test_rows_have_the_bits_of_plain_decoding(device: torch.device) -> None:
+    check_rows(SMALL, TREES, device, [1, 2], "mixed")
+
+
+def test_commit_has_the_bits_of_serial_steps(device: torch.device) -> None:
+    check_commit(SMALL, TREES[0], device)
+
+
+def test_a_ring_of_pending_factors_changes_no_bit(device: torch.device) -> None:
+    layer = make_layer(SMALL, TREES, device, pending=4)
+    ring = replace(layer.clone(), sessions=[replace(s, write_state=False) for s in layer.sessions])
+    ring.batch = PassBatch(layer.batch.bucket, device)
+    ring.batch.fill(ring.sessions)
+    before = layer.state.clone()
+    assert all(torch.equal(a, b) for a, b in zip(run(layer), run(ring), strict=True))
+    assert torch.equal(ring.state, before)
+    assert not torch.equal(layer.state, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["mixed", "mild", "extreme"])
+@pytest.mark.parametrize("dims", WIDE, ids=lambda d: f"{d.key_width}x{d.value_width}")
+def test_rows_on_a_gpu(device: torch.device, dims: Dims, gates: str) -> None:
+    rng = random.Random(dims.key_width)
+    trees = [random_tree(rng, n) for n in (1, 2, 17, 40, 64)] + [chain(16), TREES[0], random_tree(rng, 129)]
+    check_rows(dims, trees, device, [1, 2, 4, 8], gates)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", WIDE, ids=lambda d: f"{d.key_width}x{d.value_width}")
+def test_commit_on_a_gpu(device: torch.device, dims: Dims) -> None:
+    for seed in range(3):
+        check_commit(dims, random_tree(random.Random(seed), 33), device)
