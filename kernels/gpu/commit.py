@@ -69,7 +69,7 @@ def prefetch_pending(
     BV: tl.constexpr,
     PENDING: tl.constexpr,
 ):
-    """Has the first pending factors on their way together with the state: they lie scattered, and were not read lately."""
+    """Has the first pending factors on their way together with the state: they lie scattered, and are cold."""
     o_p = tl.arange(0, PENDING)
     row = tl.load(p_pending + o_p, mask=o_p < n_pending, other=0).to(tl.int64)
     o_line = tl.arange(0, BK // 64) * 64
@@ -96,9 +96,10 @@ def apply_pending(
     LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The tile s [BK, BV], rows in `key_order`, of value head i_h after n_pending factors; p_pool_* point at the session's pool.
+    """The tile s [BK, BV] of value head i_h, rows in `key_order`, after n_pending factors.
 
-    Several factors are loaded at once; places past the last one read as k = u = g = 0, which changes nothing.
+    p_pool_* point at the session's pool. Several factors are loaded at once; places past the last one read as
+    k = u = g = 0, which changes nothing.
     """
     m_v = o_v < V
     for first in range(0, n_pending, AT_ONCE):

@@ -1,7 +1,7 @@
 """Tree-masked factorised verification: all rows of a tree at once, for fast mode.
 
-With G_i the sum of g over row i and its ancestors, D_ij the sum of g on the path from j (excluded) to i, and S the state
-with the pending factors applied:
+With G_i the sum of g over row i and its ancestors, D_ij the sum of g on the path from j (excluded) to i, and S the
+state with the pending factors applied:
 
     A_ij = beta_i e^D_ij (k_i . k_j)  for j strictly above i;  (I + A) u = beta (v - e^G S^T k)
     o_i = e^G_i S^T q_i + sum of e^D_ij (q_i . k_j) u_j over j above i and i itself

@@ -3,9 +3,11 @@
 A step's state is normally the one just computed, still on chip. A leaf is computed from its parent's state and forms
 none of its own, so leaves go first and cost no move of states. Where a node has several children that branch on, its
 state is kept once and fetched by every later one: light children go first and the heavy one last, so that at most
-log2(N) states are kept at a time. With several *groups*, each a program of its own, the leaves are dealt out in depth-first order, as evenly
-as the tree allows; a group walks down from the root itself: repeating the few rows above its own costs less than
-waiting for another program to store and publish a state, and lets no program depend on another.
+log2(N) states are kept at a time.
+
+With several *groups*, each a program of its own, the leaves are dealt out in depth-first order, as evenly as the tree
+allows. A group walks down from the root itself: repeating the few rows above its own costs less than waiting for
+another program to store and publish a state, and lets no program depend on another.
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""Which verification kernel runs a pass: chosen by times measured for a device, a shape, a batch and its trees.
+
+A table holds, for each choice that was measured, what a launch costs at rest and what each unit of the trees' depth
+adds: a serial kernel pays by the steps of its longest group and by the kept states that it fetches, the factorised one
+by the rounds of substitution. `specla bench kernels --tune` measures and fits one (see tuning.py); those of known
+devices ship with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.schedule import fetches, makespan
+from specla.kernels.topology import Topology
+
+TABLES = Path(__file__).parent / "tables"
+_DEFAULT_TABLE = "h200.json"
+
+Mode = Literal["exact", "fast"]
+
+
+class LayerShape(NamedTuple):
+    """What a table is looked up by, of a layer: K, V and HV."""
+
+    key_width: int
+    value_width: int
+    value_heads: int
+
+
+class Choice(NamedTuple):
+    """A kernel and how it is cut."""
+
+    kernel: Literal["serial", "factorised"]
+    groups: int = 1
+    """Programs that share a tree in the serial kernel: 1 walks chains and whole trees, more is chain-decomposed."""
+    tile: FactorisedTile | None = None
+    """Of the factorised kernel."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether exact mode may use it."""
+        return self.kernel == "serial"
+
+
+class Cost(NamedTuple):
+    """Microseconds of one launch for trees of a size: base + per_step * steps + per_fetch * fetches."""
+
+    choice: Choice
+    base: float
+    per_step: float
+    per_fetch: float
+
+    def predict(self, topologies: Sequence[Topology]) -> float:
+        """The launch's time: the mean of what each tree alone would take in a batch of this size."""
+        total = 0.0
+        for topology in topologies:
+            steps, moves = features(self.choice, topology)
+            total += self.per_step * steps + self.per_fetch * moves
+        return self.base + total / len(topologies)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The costs of all choices at one place of the grid."""
+
+    shape: LayerShape
+    sessions: int
+    rows: int
+    """The largest tree that was measured for it."""
+    costs: tuple[Cost, ...]
+
+
+def features(choice: Choice, topology: Topology) -> tuple[int, int]:
+    """What a choice's time depends on in a tree: steps of the longest group and fetches, or rounds and 0."""
+    if choice.kernel == "serial":
+        return makespan(topology, choice.groups), fetches(topology, choice.groups)
+    return int(topology.depth.max()), 0
+
+
+class Selector:
+    """Chooses by a table."""
+
+    def __init__(self, device: str, measured: Sequence[Measured]) -> None:
+        """A selector for the device of this name.
+
+        Raises:
+            ValueError: the table is empty, or a place in it has no exact choice.
+        """
+        if not measured or any(not any(c.choice.is_exact for c in place.costs) for place in measured):
+            raise ValueError("a selector needs measured places, and an exact choice at each of them")
+        self.device = device
+        self.measured = tuple(measured)
+
+    @classmethod
+    def for_device(cls, device: str) -> Selector:
+        """The selector of the shipped table for a device (a name as CUDA gives it); another's, with a warning, else."""
+        for path in sorted(TABLES.glob("*.json")):
+            table = json.loads(path.read_text())
+            if device in table["devices"]:
+                return cls.from_table(table)
+        warnings.warn(
+            f"no table of kernel times for {device}: using {_DEFAULT_TABLE}; `specla bench kernels --tune` makes one",
+            stacklevel=2,
+        )
+        return cls.read(TABLES / _DEFAULT_TABLE)
+
+    @classmethod
+    def read(cls, path: Path) -> Selector:
+        """A table from a file that `write` has made."""
+        return cls.from_table(json.loads(path.read_text()))
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Selector:
+        """A table as `to_table` gives it.
+
+        Raises:
+            KeyError, ValueError: it is none.
+        """
+        return cls(table["devices"][0], [_place_from(entry) for entry in table["measured"]])
+
+    def to_table(self, devices: Sequence[str]) -> dict[str, Any]:
+        """The table as JSON: the devices that it stands for, the one that was measured first."""
+        return {"devices": list(devices), "measured": [_place_to(place) for place in self.measured]}
+
+    def choose(self, mode: Mode, shape: LayerShape, topologies: Sequence[Topology]) -> Choice:
+        """The choice with the least predicted time among those that the mode allows.
+
+        Args:
+            mode: exact allows the serial kernels alone.
+            shape: of the layer; the nearest measured one counts.
+            topologies: one a session of the pass, at least one.
+        """
+        place = self._nearest(shape, len(topologies), max(len(t) for t in topologies))
+        allowed = [c for c in place.costs if mode == "fast" or c.choice.is_exact]
+        return min(allowed, key=lambda cost: cost.predict(topologies)).choice
+
+    def _nearest(self, shape: LayerShape, sessions: int, rows: int) -> Measured:
+        """The place with the nearest shape, then the least size of tree that holds `rows`, then the nearest batch."""
+
+        def distance(place: Measured) -> tuple[float, float, float]:
+            apart = sum(abs(math.log2(a / b)) for a, b in zip(place.shape, shape, strict=True))
+            too_small = place.rows < rows
+            return apart, abs(math.log2(place.rows / rows)) + 10 * too_small, abs(math.log2(place.sessions / sessions))
+
+        return min(self.measured, key=distance)
+
+
+@lru_cache(maxsize=8)
+def selector_for(device: str) -> Selector:
+    """`Selector.for_device`, read once."""
+    return Selector.for_device(device)
+
+
+def _place_to(place: Measured) -> dict[str, Any]:
+    costs = [
+        {
+            "kernel": cost.choice.kernel,
+            "groups": cost.choice.groups,
+            "tile": None if cost.choice.tile is None else list(cost.choice.tile),
+            "base_us": round(cost.base, 3),
+            "per_step_us": round(cost.per_step, 4),
+            "per_fetch_us": round(cost.per_fetch, 4),
+        }
+        for cost in place.costs
+    ]
+    return {"shape": list(place.shape), "sessions": place.sessions, "rows": place.rows, "costs": costs}
+
+
+def _place_from(entry: dict[str, Any]) -> Measured:
+    costs = tuple(
+        Cost(
+            Choice(cost["kernel"], cost["groups"], None if cost["tile"] is None else FactorisedTile(*cost["tile"])),
+            cost["base_us"],
+            cost["per_step_us"],
+            cost["per_fetch_us"],
+        )
+        for cost in entry["costs"]
+    )
+    return Measured(LayerShape(*entry["shape"]), entry["sessions"], entry["rows"], costs)

@@ -1,0 +1,39 @@
+"""From measured times to the costs that the selector predicts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specla.kernels.gpu.selector import Choice, Cost, features
+from specla.kernels.topology import Topology
+
+
+def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
+    """The cost of a choice from launches that were timed, one topology for all sessions of each.
+
+    Least squares of the relative error, every part at least 0: time never falls with more steps.
+
+    Args:
+        choice: what was launched.
+        samples: a topology and the microseconds of a launch; at least one.
+
+    Raises:
+        ValueError: no samples, or a time that is not positive and finite.
+    """
+    times = np.array([time for _, time in samples])
+    if not len(times) or not np.isfinite(times).all() or (times <= 0).any():
+        raise ValueError(f"times {times}: give at least one, all positive and finite")
+    columns = np.array([[1.0, *features(choice, topology)] for topology, _ in samples])
+    parts = np.zeros(3)
+    used = [i for i in range(3) if i == 0 or np.ptp(columns[:, i]) > 0]
+    while True:
+        weighted = columns[:, used] / times[:, None]
+        solved, *_ = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)
+        negative = [i for i, value in zip(used, solved, strict=True) if value < 0 and i]
+        if not negative:
+            parts[used] = solved
+            break
+        used.remove(min(negative, key=lambda i: solved[used.index(i)]))
+    return Cost(choice, float(max(parts[0], 0.0)), float(parts[1]), float(parts[2]))
