@@ -163,7 +163,8 @@ class PassBatch:
         """Puts these sessions into the first places and leaves the others unused; one copy to the device.
 
         Raises:
-            ValueError: more sessions, rows or pending factors than the bucket holds, or pool rows that overlap.
+            ValueError: more sessions, rows or pending factors than the bucket holds, slots or pool rows that are below
+                0 or named twice, a history of another length; the batch keeps its former contents.
         """
         arrays, bucket = self._arrays, self.bucket
         _check(sessions, bucket)
@@ -224,6 +225,10 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
             raise ValueError(f"{len(session.pending)} pending factors do not fit a bucket of {bucket.pending}")
         if session.history and len(session.history) != bucket.taps - 1:
             raise ValueError(f"history {list(session.history)}: give {bucket.taps - 1} pool rows, or none for zeros")
+        if min(session.pending, default=0) < 0 or len(set(session.pending)) != len(session.pending):
+            raise ValueError(f"pending {list(session.pending)}: give pool rows from 0 on, each once")
+        if min(session.history, default=0) < ZEROS:
+            raise ValueError(f"history {list(session.history)}: give pool rows from 0 on, or {ZEROS} for zeros")
         in_use = {row for row in (*session.pending, *session.history) if row != ZEROS}
         if len(pool) != n or len(set(pool)) != n or in_use & set(pool) or min(pool) < 0:
             raise ValueError(f"pool rows {pool} for {n} rows: give each its own, none of {sorted(in_use)} still in use")
