@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specla.kernels import reference
+from specla.benchmarks.kernels.reference64 import commit64, verify64
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
@@ -55,24 +55,39 @@ def make_layer(
     device: torch.device,
     *,
     pending: Sequence[int] | int = 0,
+    bucket: Bucket | None = None,
     spare_sessions: int = 1,
     spare_rows: int = 3,
     groups: int = 1,
-    write_state: bool = True,
+    write_state: Sequence[bool] | bool = True,
     seed: int = 0,
     gates: str = "mixed",
+    betas: str = "any",
+    equal_keys: bool = False,
     out_dtype: torch.dtype = torch.float32,
 ) -> Layer:
-    """Random sessions in random slots, `pending` factors each, with unused places behind them."""
+    """Random sessions in random slots, `pending` factors each, with unused places behind them.
+
+    Without a `bucket`, one that just holds them and the spare places. `betas` are "any" from 0 to 2, or its "ends".
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [pending] * len(topologies) if isinstance(pending, int) else list(pending)
-    tree_rows, most = max(map(len, topologies)), max([*lengths, 1])
-    R = sum(map(len, topologies)) + spare_rows
-    slots, F = len(topologies) + 2, tree_rows + most + 2
+    writes = [write_state] * len(topologies) if isinstance(write_state, bool) else list(write_state)
+    if bucket is None:
+        places = len(topologies) + spare_sessions
+        bucket = Bucket(
+            sessions=places,
+            rows=max(sum(map(len, topologies)) + spare_rows, places),
+            tree_rows=max(map(len, topologies)),
+            pending=max([*lengths, 1]),
+            groups=groups,
+        )
+    slots, F, R = bucket.sessions + 1, bucket.tree_rows + bucket.pending + 2, bucket.rows
     H, HV, K, V = dims.heads, dims.value_heads, dims.key_width, dims.value_width
-    order = rng.sample(range(slots), len(topologies))
     sessions = []
-    for slot, topology, length in zip(order, topologies, lengths, strict=True):
+    for slot, topology, length, writes_state in zip(
+        rng.sample(range(slots), len(topologies)), topologies, lengths, writes, strict=True
+    ):
         pool_rows = rng.sample(range(F), len(topology) + length)
         sessions.append(
             SessionPass(
@@ -80,21 +95,22 @@ def make_layer(
                 topology=topology,
                 pool_rows=pool_rows[length:],
                 pending=pool_rows[:length],
-                write_state=write_state,
+                write_state=writes_state,
             )
         )
-    places = len(topologies) + spare_sessions
-    bucket = Bucket(sessions=places, rows=max(R, places), tree_rows=tree_rows, pending=most, groups=groups)
     batch = PassBatch(bucket, device)
     batch.fill(sessions)
-    R = bucket.rows
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     q = torch.nn.functional.normalize(normal(R, H, K), dim=-1) * K**-0.5
     k = torch.nn.functional.normalize(normal(R, H, K), dim=-1)
+    if equal_keys:
+        k = k[:1].repeat(R, 1, 1)
     g, beta = log_decays(gates, generator, R, HV), 2 * torch.rand(R, HV, generator=generator)
+    if betas == "ends":
+        beta = 2 * beta.round().clamp(max=1)
     pool = FactorPool(
         torch.nn.functional.normalize(normal(slots, F, H, K), dim=-1).to(dims.dtype),
         torch.full((slots, F, HV, V), POISON),
@@ -125,9 +141,9 @@ def make_layer(
 
 
 def log_decays(kind: str, generator: torch.Generator, *shape: int) -> Tensor:
-    """float32 log decays: mild to strong ("mixed"), or 0, tiny, strong and -inf side by side ("extreme")."""
-    if kind == "extreme":
-        choices = torch.tensor([0.0, -1e-7, -30.0, -200.0, float("-inf")])
+    """float32 log decays: "mild", mild to strong ("mixed"), 0, tiny, strong or -inf ("extreme"), 0 or -inf ("ends")."""
+    if kind in ("extreme", "ends"):
+        choices = torch.tensor([0.0, float("-inf")] + ([-1e-7, -30.0, -200.0] if kind == "extreme" else []))
         return choices[torch.randint(0, len(choices), shape, generator=generator)]
     if kind == "mild":
         return -0.1 * torch.rand(shape, generator=generator)
@@ -135,27 +151,23 @@ def log_decays(kind: str, generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def expected(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """o and u of the used rows [rows, HV, V] and all states after the pass, in float64 by the reference's loops."""
-    cpu = LayerRows(*(x.cpu() for x in layer.rows))
-    state, pool = layer.state.cpu().double(), FactorPool(*(x.cpu() for x in layer.pool))
-    outputs, factors = [], []
+    """o and u of the used rows [rows, HV, V] and all states after the pass, in float64 on the layer's device."""
+    state, pool, slots = layer.state.double(), layer.pool, [s.slot for s in layer.sessions]
+    before = state[slots].clone()
     for b, session in enumerate(layer.sessions):
-        first, n = layer.first_row(b), len(session.topology)
-        mine = slice(first, first + n)
-        before = reference.commit(
-            state[session.slot], pool.k[session.slot], pool.u[session.slot], pool.g[session.slot], session.pending
-        )
-        o, u = reference.verify_tree(*(x[mine] for x in cpu), state=before, parents=session.topology.parent_rows)
-        outputs.append(o)
-        factors.append(u)
-        if session.write_state and session.pending:
-            state[session.slot] = before
-    return torch.cat(outputs), torch.cat(factors), state
+        path = list(session.pending)
+        factors = (x[session.slot, path][None] for x in (pool.k, pool.u, pool.g))
+        before[b] = commit64(before[b][None], *factors)[0]
+        if session.write_state and path:
+            state[session.slot] = before[b]
+    o, u = verify64(layer.rows, before, [s.topology for s in layer.sessions])
+    return o, u, state
 
 
 def written_factors(layer: Layer) -> Tensor:
     """u of the used rows [rows, HV, V], read from the pool."""
-    return torch.cat([layer.pool.u[s.slot, list(s.pool_rows)] for s in layer.sessions])
+    used = [layer.pool.u[s.slot, list(s.pool_rows)] for s in layer.sessions]
+    return torch.cat(used) if used else layer.pool.u.new_empty(0, *layer.pool.u.shape[2:])
 
 
 def assert_nothing_else_touched(before: Layer, after: Layer) -> None:
