@@ -82,7 +82,8 @@ def make_layer(
             pending=max([*lengths, 1]),
             groups=groups,
         )
-    slots, F, R = bucket.sessions + 1, bucket.tree_rows + bucket.pending + 2, bucket.rows
+    slots, R = bucket.sessions + 1, bucket.rows
+    F = bucket.tree_rows + bucket.pending + bucket.taps - 1
     H, HV, K, V = dims.heads, dims.value_heads, dims.key_width, dims.value_width
     sessions = []
     for slot, topology, length, writes_state in zip(
