@@ -12,8 +12,11 @@ STAMP := $(shell { cat pyproject.toml; pwd; } | cksum | cut -d' ' -f1)
 RUN   := $(VENV)/.run-$(STAMP)
 DEV   := $(VENV)/.dev-$(STAMP)
 
+SANITIZER    ?= compute-sanitizer
+AS_INSTALLED := $(PYTHON) tools/link_packages.py && PYTHONPATH=build/types$${PYTHONPATH:+:$$PYTHONPATH}
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench lint format types protos protos-check buf-lint buf-breaking wheel wheel-check \
+.PHONY: help demo test test-gpu sanitize-gpu bench lint format types protos protos-check buf-lint buf-breaking wheel wheel-check \
 	compose-check module-map readme-figures readme-check hooks install install-dev clean
 
 help: ## list these commands
@@ -52,8 +55,18 @@ bench: $(RUN) ## list the benchmarks
 test: $(DEV) ## all tests that need no GPU
 	$(BIN)/pytest -m "not gpu"
 
-test-gpu: $(DEV) ## the tests that need a CUDA device
-	$(BIN)/pytest -m gpu
+# With PYTEST given, tests run in the environment at hand, where SpecLA need not be installed: the folders are found
+# under their import names through build/types.
+test-gpu: $(if $(PYTEST),,$(DEV)) ## tests on a CUDA device; PYTEST="pytest -n 8" takes what is installed
+	$(if $(PYTEST),$(AS_INSTALLED) $(PYTEST),$(BIN)/pytest) -m gpu
+
+# memcheck sees addresses outside of what was allocated, racecheck races between the threads of one program.
+sanitize-gpu: $(if $(PYTEST),,$(DEV)) ## compute-sanitizer on small launches of all kernels; PYTEST=... as above
+	for tool in memcheck racecheck; do \
+		$(if $(PYTEST),$(AS_INSTALLED)) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool \
+			--error-exitcode 1 --report-api-errors no --target-processes application-only \
+			$(if $(PYTEST),$(PYTHON),$(BIN)/python) tools/sanitize_kernels.py || exit 1; \
+	done
 
 lint: $(DEV) ## ruff: rules and layout
 	$(BIN)/ruff check .
