@@ -16,8 +16,8 @@ SANITIZER    ?= compute-sanitizer
 AS_INSTALLED := $(PYTHON) tools/link_packages.py && PYTHONPATH=build/types$${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu bench lint format types protos protos-check buf-lint buf-breaking wheel wheel-check \
-	compose-check module-map readme-figures readme-check hooks install install-dev clean
+.PHONY: help demo test test-gpu sanitize-gpu bench lint format types protos protos-check buf-lint buf-breaking wheel \
+	wheel-check compose-check module-map readme-figures readme-check hooks install install-dev clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
