@@ -62,9 +62,9 @@ test-gpu: $(if $(PYTEST),,$(DEV)) ## tests on a CUDA device; PYTEST="pytest -n 8
 
 # memcheck sees addresses outside of what was allocated, racecheck races between the threads of one program.
 sanitize-gpu: $(if $(PYTEST),,$(DEV)) ## compute-sanitizer on small launches of all kernels; PYTEST=... as above
-	for tool in memcheck racecheck; do \
+	for tool in "memcheck --report-api-errors no" racecheck; do \
 		$(if $(PYTEST),$(AS_INSTALLED)) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool \
-			--error-exitcode 1 --report-api-errors no --target-processes application-only \
+			--error-exitcode 1 --target-processes application-only \
 			$(if $(PYTEST),$(PYTHON),$(BIN)/python) tools/sanitize_kernels.py || exit 1; \
 	done
 
