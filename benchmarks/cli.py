@@ -261,17 +261,22 @@ def passes(
 
 @bench.command()
 def kernels(
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no case without a goal is begun.")] = 420.0,
+    only: Annotated[
+        Literal["all", "goals"], typer.Option(help="goals: nothing but the cases that goals hang on, in fewer rounds.")
+    ] = "all",
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further case is begun.")] = 420.0,
     pictures: Annotated[Path | None, typer.Option(help="Folder for kernel-times.svg and kernel-drift.svg.")] = None,
     tune: Annotated[
-        bool, typer.Option(help="Measure what the selector chooses from instead, and nothing else.")
-    ] = False,
+        Path | None, typer.Option(help="Measure what the selector chooses from instead; write its table there.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """The verification kernels and their rivals on a GPU; exits 1 if one is wrong or a goal is missed."""
+    from specla.benchmarks.kernels import cases
     from specla.benchmarks.kernels import run as work
     from specla.benchmarks.kernels.device import NoDeviceError
     from specla.benchmarks.kernels.pictures import draw
+    from specla.benchmarks.kernels.tune import tune as measure_table
 
     console = Console(stderr=True, highlight=False)
 
@@ -283,7 +288,11 @@ def kernels(
             made.write(json)
 
     try:
-        done = work.tune(budget=budget, say=say) if tune else work.run(budget=budget, say=say, save=save)
+        if tune is not None:
+            done = measure_table(cases.tuning_plan(), tune, budget=budget, say=say)
+        else:
+            plan = cases.goals_plan() if only == "goals" else cases.full_plan()
+            done = work.run(plan, budget=budget, say=say, save=save)
     except (work.WrongResultError, NoDeviceError) as error:
         console.print(f"refused: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -120,6 +121,8 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if shutil.which("git") is None:
+        return found
     git = subprocess.run(
         ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"],
         capture_output=True,

@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from specla.benchmarks.kernels.contenders import Ours
-from specla.benchmarks.kernels.device import l2_bytes
-from specla.benchmarks.kernels.launch import Candidate, Mode
+from specla.benchmarks.kernels.launch import name_of
 from specla.benchmarks.kernels.problem import Problem
-from specla.benchmarks.kernels.shapes import Shape, bytes_once
+from specla.benchmarks.kernels.shapes import Shape, bytes_apart
 from specla.benchmarks.kernels.timing import Graph, Work, in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import accepted_rows
-from specla.kernels.gpu.factorised import factorised_tile
+from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.selector import Choice, Mode
 from specla.kernels.gpu.serial import serial_tile
 from specla.kernels.topology import Topology
 
@@ -26,16 +26,9 @@ BUCKETS = (16, 32, 64, 128, 129)
 """Rows of a session that graphs are captured for; a tree runs in the least that holds it."""
 
 TUNING_ROUNDS = 5
-_GROUPS = (2, 4, 8)
-_RESIDENT = 132 * 16  # programs of one warp beyond which more groups only wait
-_CUTS: tuple[dict[str, int], ...] = (
-    {"block_v": 32},
-    {"block_v": 64},
-    {"block_n": 16},
-    {"block_n": 32},
-    {"warps": 8},
-)
-"""How the default tile is varied; equal ones are measured once."""
+_PROCESSORS = 132
+_RESIDENT = _PROCESSORS * 16  # programs of one warp beyond which more groups only wait
+_NARROW = 16  # columns of the narrowest tile
 
 UNFIT = (OutOfResources, PTXASError, CompilationError)
 """What a kernel that the GPU or the compiler cannot make raises: it is then no candidate."""
@@ -46,56 +39,71 @@ def bucket_rows(rows: int) -> int:
     return next(size for size in BUCKETS if size >= rows)
 
 
-def candidates(shape: Shape, sessions: int, topology: Topology, *, thorough: bool = False) -> list[Candidate]:
-    """What is worth measuring: the serial kernel by groups up to the leaves, the factorised one by tiles.
+def candidates(shape: Shape, sessions: int, topology: Topology) -> list[Choice]:
+    """What is worth measuring: the serial kernel by groups up to the leaves, the factorised one by three tiles.
 
     Args:
         shape: of the layer.
         sessions: of the pass; more programs than fit at once are left out.
         topology: of every session.
-        thorough: also the tiles that are seldom best.
     """
-    leaves = sum(not rows for rows in topology.children)
+    leaves, rows = sum(not children for children in topology.children), bucket_rows(len(topology))
     tile = serial_tile(shape.key_width)
     programs = sessions * shape.value_heads * -(-shape.value_width // tile.block_v)
-    found = [Candidate("serial")]
-    found += [Candidate("serial", n) for n in _GROUPS if n <= leaves and programs * n <= _RESIDENT]
-    found.append(Candidate("factorised"))
-    if thorough:
-        default = factorised_tile(bucket_rows(len(topology)))
-        tiles = dict.fromkeys(default._replace(**cut) for cut in _CUTS)
-        found += [Candidate("factorised", tile=cut) for cut in tiles if cut != default]
-    return found
+    groups = [n for n in (2, 4, 8)[: 2 if rows <= 16 else 3] if n <= leaves and programs * n <= _RESIDENT]
+    tiles = dict.fromkeys(
+        tile._replace(part_k=min(tile.part_k, shape.key_width)) for tile in _tiles(shape, sessions, rows)
+    )
+    return [
+        Choice("serial"),
+        *(Choice("serial", n) for n in groups),
+        *(Choice("factorised", tile=tile) for tile in tiles),
+    ]
 
 
-def best(candidates_timed: dict[Candidate, float], mode: Mode) -> Candidate:
+def _tiles(shape: Shape, sessions: int, rows: int) -> list[FactorisedTile]:
+    """Narrow tiles where programs are fewer than the GPU holds, wider ones where a program should do more."""
+    n = 16 if rows <= 16 else 32
+    if sessions * shape.value_heads * shape.value_width // _NARROW <= 2 * _PROCESSORS:
+        return [
+            FactorisedTile(n, 16, 256, 4),
+            FactorisedTile(n, 16, 256, 2 if n == 16 else 8),
+            FactorisedTile(n, 16, 128, 4),
+        ]
+    widest = FactorisedTile(16, 32, 256, 8) if n == 16 else FactorisedTile(32, 64, 128, 8)
+    return [FactorisedTile(n, 16, 256 if n == 16 else 128, 4), FactorisedTile(n, 32, 128, 4), widest]
+
+
+def best(times: dict[Choice, float], mode: Mode) -> Choice:
     """The fastest that the mode may use; fast mode may use all."""
-    allowed = [c for c in candidates_timed if mode == "fast" or c.mode == "exact"]
-    return min(allowed, key=lambda candidate: candidates_timed[candidate])
+    allowed = [choice for choice in times if mode == "fast" or choice.is_exact]
+    return min(allowed, key=lambda choice: times[choice])
 
 
-def capture_candidates(problem: Problem, choices: Sequence[Candidate]) -> tuple[dict[Candidate, Graph], dict[str, str]]:
+def capture_choices(problem: Problem, choices: Sequence[Choice]) -> tuple[dict[Choice, Graph], dict[str, str]]:
     """One graph each, over all layers of the problem; and the names of those that cannot be made, with why."""
-    graphs: dict[Candidate, Graph] = {}
+    graphs: dict[Choice, Graph] = {}
     refused: dict[str, str] = {}
     for choice in choices:
         try:
             graphs[choice] = Graph.capture(Work.of(Ours(problem, choice), problem.layers))
         except UNFIT as error:
-            refused[choice.name] = reason(error)
+            refused[name_of(choice)] = reason(error)
     return graphs, refused
 
 
-def measure_choices(choices: Sequence[Candidate], shape: Shape, sessions: int, topology: Topology) -> list[float]:
+def measure_choices(
+    choices: Collection[Choice], shape: Shape, sessions: int, topology: Topology, *, l2: int, device: str = "cuda"
+) -> list[float]:
     """Microseconds of a layer for each choice, in order: medians of `TUNING_ROUNDS` rounds in turns, cold caches.
 
     The deferred commit of half the deepest path and the write of the state are included. A choice that does not fit
     the GPU takes infinitely long.
     """
-    problem = problem_of(shape, sessions, topology, l2=l2_bytes())
-    graphs, _ = capture_candidates(problem, choices)
+    problem = problem_of(shape, sessions, topology, l2=l2, device=device)
+    graphs, _ = capture_choices(problem, list(choices))
     samples = in_turns(list(graphs.values()), TUNING_ROUNDS)
-    medians = [statistics.median(samples.get(choice.name, [math.inf])) for choice in choices]
+    medians = [statistics.median(samples.get(name_of(choice), [math.inf])) for choice in choices]
     del problem, graphs
     release()
     return medians
@@ -107,16 +115,18 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else 'no text'}"
 
 
-def problem_of(shape: Shape, sessions: int, topology: Topology, *, l2: int, seed: int = 0) -> Problem:
-    """The problem of one case on the GPU, with as many layers as cold caches need."""
+def problem_of(
+    shape: Shape, sessions: int, topology: Topology, *, l2: int, device: str = "cuda", seed: int = 0
+) -> Problem:
+    """The problem of one case, with as many layers as cold caches need."""
     accepted = accepted_rows(topology)
-    once = bytes_once(shape, sessions=sessions, rows=sessions * len(topology), pending=accepted)
+    apart = bytes_apart(shape, sessions=sessions, rows=sessions * len(topology), pending=accepted)
     return Problem.make(
         shape,
         [topology] * sessions,
         accepted=accepted,
-        layers=layers_needed(once, l2),
-        device="cuda",
+        layers=layers_needed(apart, l2),
+        device=device,
         tree_rows=bucket_rows(len(topology)),
         seed=seed,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from specla.benchmarks.kernels.drift import STEPS
+from specla.benchmarks.kernels.sampler import CONFIGS, DEFAULT
 from specla.benchmarks.kernels.shapes import NARROW, PAPER, WIDE, Shape
 from specla.benchmarks.kernels.topologies import chain, eagle_like, tree
 from specla.kernels.topology import Topology
@@ -20,7 +22,7 @@ TREES: dict[str, Callable[[], Topology]] = {
 }
 """Trees are named (branching, depth, rows); all sizes are rows, root included."""
 
-GOAL_ROUNDS, GRID_ROUNDS = 25, 7
+GOAL_ROUNDS, SHORT_ROUNDS, GRID_ROUNDS = 25, 15, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class Case:
         sessions: of the pass; all have the same tree.
         tree: a key of TREES.
         rounds: samples of each.
-        goal: whether a goal hangs on it; the others are left out when the budget is spent.
-        replay: which of the library's kernels replay paths.
+        goal: whether a goal hangs on it.
+        replay: which of the library's kernels replay paths; none for no such rivals.
     """
 
     shape: Shape
@@ -91,7 +93,49 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def tuning_cases() -> list[Case]:
-    """What a selector's table is made from: every shape and number of sessions, trees of every bucket and chains."""
-    trees = (*(_eagle(n) for n in (16, 32, 64, 128)), "chain of 8", "chain of 16", DEEP)
-    return [Case(shape=s, sessions=n, tree=t) for s in (PAPER, WIDE, NARROW) for n in (1, 4, 16, 64) for t in trees]
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a run does.
+
+    Attributes:
+        cases: in the order in which they are timed.
+        samplers: configurations of the sampler (see sampler.py).
+        drift_steps: committed tokens of the drift curves; 0 leaves them out.
+        device: where to run.
+        processes: that prepare side by side; one a core if unset.
+    """
+
+    cases: tuple[Case, ...]
+    samplers: tuple[str, ...]
+    drift_steps: int = STEPS
+    device: str = "cuda"
+    processes: int | None = None
+
+
+def full_plan() -> Plan:
+    """The goals, then the whole grid."""
+    return Plan(cases=tuple(all_cases()), samplers=tuple(CONFIGS))
+
+
+def goals_plan() -> Plan:
+    """What the goals hang on and nothing else: fewer rounds, replay where a goal compares with it."""
+    cases = [
+        replace(case, rounds=SHORT_ROUNDS, replay=case.replay if case.tree in (DEEP, WIDE_TREE) else ())
+        for case in GOAL_CASES
+    ]
+    return Plan(cases=tuple(cases), samplers=(DEFAULT,))
+
+
+def tuning_plan() -> Plan:
+    """What a selector's table is made from: every shape and number of sessions, trees of every bucket and chains.
+
+    A bucket has trees of different depths and leaves, since a choice's time is fitted over these.
+    """
+    trees = (*(_eagle(n) for n in (16, 32, 64, 128, 129)), "chain of 4", "chain of 8", "chain of 16", DEEP, WIDE_TREE)
+    cases = [
+        Case(shape=shape, sessions=sessions, tree=tree, replay=())
+        for shape in (PAPER, WIDE, NARROW)
+        for sessions in (1, 4, 16, 64)
+        for tree in trees
+    ]
+    return Plan(cases=tuple(cases), samplers=(), drift_steps=0)

@@ -1,111 +1,134 @@
-"""The checks that come before any timing: every kernel and rival of every shape, on random trees and chains.
+"""The checks that come before any timing: every kernel and rival that will be timed, on random trees and chains.
 
-Batches are checked in processes of their own, side by side: compiling takes most of the time, and what one process has
-compiled the timing finds in Triton's cache.
+Outputs are compared in float32 and once more as they are timed, rounded to the model's dtype; so a check also compiles
+what it proves (see preparation.py).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from functools import partial
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from specla.benchmarks.kernels.candidates import UNFIT, candidates, reason, release
+from specla.benchmarks.kernels.candidates import UNFIT, reason, release
 from specla.benchmarks.kernels.contenders import Contender, Ours, Snapshots, StandAlone
 from specla.benchmarks.kernels.correctness import Errors, check, untouched
-from specla.benchmarks.kernels.launch import Candidate
+from specla.benchmarks.kernels.launch import name_of
 from specla.benchmarks.kernels.problem import Problem
-from specla.benchmarks.kernels.replay import Kind, MissingLibraryError, Operation, Replay, operation
+from specla.benchmarks.kernels.reference64 import relative_error
+from specla.benchmarks.kernels.replay import Kind, MissingLibraryError, Replay, operation
 from specla.benchmarks.kernels.rivals import COLUMNS
 from specla.benchmarks.kernels.shapes import Shape
 from specla.benchmarks.kernels.topologies import chain, random_tree
+from specla.kernels.gpu.selector import Choice
 
-BATCHES: tuple[tuple[int, ...], ...] = ((16, 1, 5), (32, 20, 3), (64, 33, 17), (128, 40, 7), (129, 65, 2))
-"""Rows of the sessions of each checked batch; the first is its bucket's size."""
+SIZES: dict[int, tuple[int, ...]] = {
+    16: (16, 1, 5),
+    32: (32, 20, 3),
+    64: (64, 33, 17),
+    128: (128, 40, 7),
+    129: (129, 65, 2),
+}
+"""Rows of the sessions of each bucket's batch; the first is the bucket's size."""
 
 _ACCEPTED = 3
+_ROUNDING = 2.0**-7  # of a bfloat16: one unit in the last place, however it is rounded
+
+
+class Kernel(NamedTuple):
+    """One compiled form of our kernels."""
+
+    shape: Shape
+    rows: int
+    """Of the bucket."""
+    choice: Choice
+
+    def __str__(self) -> str:
+        return f"{self.shape.name}, up to {self.rows} rows, {name_of(self.choice)}"
 
 
 class Checked(NamedTuple):
-    """What checking found: errors, and the kernels that cannot be made on this GPU, with why."""
+    """What a check found: errors, and what cannot be made on this GPU (or not be had), with why."""
 
     errors: list[Errors]
     unfit: dict[str, str]
 
 
-def run_checks(shapes: Sequence[Shape], device: str = "cuda", processes: int | None = None) -> Checked:
-    """Checks everything that will be timed; whoever calls it refuses to time if an error is too large.
+def check_kernel(kernel: Kernel, device: str) -> Checked:
+    """One of our kernels with the deferred commit, on three sessions with trees of their own."""
+    made = _random_trees(kernel.shape, kernel.rows, device)
 
-    Args:
-        shapes: of the layers.
-        device: where to run.
-        processes: how many at a time; one a core if unset, 1 stays in this process.
+    def make(output: torch.dtype | None) -> Ours:
+        return Ours(made, kernel.choice, output=output)
 
-    Raises:
-        RuntimeError: a pass wrote to factors that wait for their commit, or to rows that are not its own.
-    """
-    tasks = [partial(check_trees, shape, sizes, device) for sizes in reversed(BATCHES) for shape in shapes]
-    tasks += [partial(check_rivals, shape, device) for shape in shapes]
-    count = min(len(tasks), processes or len(os.sched_getaffinity(0)))
-    if count == 1:
-        parts = [task() for task in tasks]
-    else:
-        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            parts = [future.result() for future in [pool.submit(task) for task in tasks]]
-    unfit = {name: why for part in parts for name, why in part.unfit.items()}
-    return Checked([error for part in parts for error in part.errors], unfit)
-
-
-def check_trees(shape: Shape, sizes: Sequence[int], device: str) -> Checked:
-    """Our kernels, the stand-alone commit and the snapshots of trees, on sessions with trees of their own."""
-    trees = [random_tree(n, seed) for seed, n in enumerate(sizes)]
-    case = f"{shape.name}, random trees of {', '.join(map(str, sizes))} rows"
-    made = Problem.make(shape, trees, accepted=_ACCEPTED, layers=2, device=device, tree_rows=sizes[0])
-    found = Checked([], {})
-    for candidate in candidates(shape, 1, trees[0], thorough=True):
-        try:
-            found.errors.extend(_check_ours(case, made, candidate))
-        except UNFIT as error:  # it is no candidate here: whoever times it finds the same
-            found.unfit[f"{case}, {candidate.name}"] = reason(error)
-    others: list[Contender] = [
-        StandAlone(made, Candidate("serial"), output=torch.float32),
-        *(Snapshots(made, tree=True, columns=n, output=torch.float32) for n in COLUMNS),
-    ]
-    found.errors.extend(check(case, made, others))
+    case = f"{kernel.shape.name}, random trees of {', '.join(map(str, SIZES[kernel.rows]))} rows"
+    try:
+        contender = make(torch.float32)
+        errors = check(case, made, [contender])
+        if not untouched(made, contender):
+            errors.append(errors[0]._replace(name=f"{contender.name}, which wrote elsewhere", outputs=math.inf))
+        errors += _rounded(case, made, make)
+    except UNFIT as error:
+        return Checked([], {str(kernel): reason(error)})
     release()
-    return found
-
-
-def check_rivals(shape: Shape, device: str) -> Checked:
-    """The snapshots of chains, and the library's recurrent kernel if it is there."""
-    chains = Problem.make(shape, [chain(16), chain(4)], accepted=_ACCEPTED, layers=2, device=device)
-    snapshots = [Snapshots(chains, tree=False, columns=n, output=torch.float32) for n in COLUMNS]
-    errors = check(f"{shape.name}, chains of 16 and 4 rows", chains, snapshots)
-    with suppress(MissingLibraryError):  # the run says so, and leaves its rivals out
-        errors += check_replays(shape, {"recurrent": operation("recurrent")}, device)
     return Checked(errors, {})
 
 
-def check_replays(shape: Shape, operations: Mapping[Kind, Operation], device: str = "cuda") -> list[Errors]:
-    """The library's kernels, on one random tree in two sessions."""
+def check_commits(shape: Shape, rows: int, device: str) -> Checked:
+    """The stand-alone commit, and the snapshots of trees."""
+    made = _random_trees(shape, rows, device)
+    case = f"{shape.name}, random trees of {', '.join(map(str, SIZES[rows]))} rows"
+    errors = check(case, made, [StandAlone(made, Choice("serial"), output=torch.float32)])
+    errors += _snapshots(case, made, tree=True)
+    return Checked(errors, {})
+
+
+def check_chains(shape: Shape, device: str) -> Checked:
+    """The snapshots of chains."""
+    made = Problem.make(shape, [chain(16), chain(4)], accepted=_ACCEPTED, layers=2, device=device)
+    return Checked(_snapshots(f"{shape.name}, chains of 16 and 4 rows", made, tree=False), {})
+
+
+def check_replays(shape: Shape, device: str, kind: Kind = "recurrent") -> Checked:
+    """The library's kernels, on one random tree in two sessions; `unfit` says why if they cannot be used."""
+    try:
+        recurrent, replayed = operation("recurrent"), operation(kind)
+    except MissingLibraryError as error:
+        return Checked([], {f"replay, {kind}": str(error)})
     made = Problem.make(shape, [random_tree(16, 7)] * 2, accepted=_ACCEPTED, layers=2, device=device)
-    replays = [
-        Replay(made, kind, batched=batched, recurrent=operations["recurrent"], replayed=replayed)
-        for kind, replayed in operations.items()
-        for batched in (False, True)
-    ]
-    return check(f"{shape.name}, replay of a random tree of 16", made, replays)
+    found = Checked([], {})
+    for batched in (False, True):
+        try:
+            replay = Replay(made, kind, batched=batched, recurrent=recurrent, replayed=replayed)
+            found.errors.extend(check(f"{shape.name}, replay of a random tree of 16", made, [replay]))
+        except Exception as error:  # whatever another's kernel may raise
+            found.unfit[f"replay, {kind}, {shape.name}"] = reason(error)
+    return found
 
 
-def _check_ours(case: str, made: Problem, candidate: Candidate) -> list[Errors]:
-    contender = Ours(made, candidate, output=torch.float32)
-    errors = check(case, made, [contender])
-    if not untouched(made, contender):
-        raise RuntimeError(f"{candidate.name} wrote where it must not: {case}")
-    return errors
+def _random_trees(shape: Shape, rows: int, device: str) -> Problem:
+    trees = [random_tree(n, seed) for seed, n in enumerate(SIZES[rows])]
+    return Problem.make(shape, trees, accepted=_ACCEPTED, layers=2, device=device, tree_rows=rows)
+
+
+def _snapshots(case: str, made: Problem, *, tree: bool) -> list[Errors]:
+    found = []
+    for columns in COLUMNS:
+
+        def make(output: torch.dtype | None, columns: int = columns) -> Snapshots:
+            return Snapshots(made, tree=tree, columns=columns, output=output)
+
+        found += check(case, made, [make(torch.float32)]) + _rounded(case, made, make)
+    return found
+
+
+def _rounded(case: str, made: Problem, make: Callable[[torch.dtype | None], Contender]) -> list[Errors]:
+    """One layer's outputs in the model's dtype against those in float32."""
+    outputs = []
+    for contender in (make(torch.float32), make(None)):
+        contender.verify(0, 0)
+        outputs.append(contender.outputs(0)[: made.used_rows])
+    error = relative_error(outputs[1], outputs[0].double())
+    return [Errors(case, f"{contender.name}, rounded", error, 0.0, 0.0, _ROUNDING)]

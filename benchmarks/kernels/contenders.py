@@ -12,11 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specla.benchmarks.kernels.launch import Candidate
+from specla.benchmarks.kernels.launch import launch_of, mode_of, name_of
 from specla.benchmarks.kernels.problem import RING, Problem
 from specla.benchmarks.kernels.rivals import COLUMNS, scatter_accepted, verify_snapshot
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.selector import Choice
+
+MEMORY_LIMIT = 40 << 30
+"""Rivals that need more than this for a case are left out, and said to be."""
 
 
 class Contender(Protocol):
@@ -41,7 +45,7 @@ class Contender(Protocol):
         """All layers' accepted paths become state."""
 
     def outputs(self, layer: int) -> Tensor:
-        """[R, HV, V] of the last `verify` of that layer."""
+        """[R, HV, V] of the last `verify`, which was of that layer: all layers write to the same tensor."""
 
     def states(self, layer: int) -> Tensor:
         """[B, HV, K, V] after `commit`."""
@@ -52,13 +56,11 @@ class Ours:
 
     deferred = True
 
-    def __init__(
-        self, problem: Problem, candidate: Candidate, *, ring: bool = False, output: torch.dtype | None = None
-    ):
+    def __init__(self, problem: Problem, choice: Choice, *, ring: bool = False, output: torch.dtype | None = None):
         """Outputs are rounded to the model's dtype unless `output` is another."""
-        self.name = candidate.name + (", ring" if ring else "")
-        self.tolerance = 1e-5 if candidate.mode == "exact" else 1e-3
-        self.candidate, self._problem = candidate, problem
+        self.name = name_of(choice) + (", ring" if ring else "")
+        self.tolerance = 1e-5 if mode_of(choice) == "exact" else 1e-3
+        self._problem = problem
         self._state = problem.state.clone()
         self._pool = FactorPool(
             problem.pool.k.clone(), problem.pool.u.clone(), problem.pool.g.clone(), problem.pool.x
@@ -66,15 +68,15 @@ class Ours:
         self.passes = RING // problem.pending if ring else 1
         waiting = [problem.pending * (step + 1) for step in range(self.passes)]
         self._batches = [
-            problem.batch(groups=candidate.groups, pending=count, write_state=count == waiting[-1]) for count in waiting
+            problem.batch(groups=choice.groups, pending=count, write_state=count == waiting[-1]) for count in waiting
         ]
         self._o = _outputs(problem, output)
-        self._launch = candidate.launch(problem.shape, self._batches[0].bucket, problem.state.device)
+        self._launch = launch_of(choice, problem.shape, self._batches[0].bucket, problem.state.device)
 
     def verify(self, layer: int, step: int) -> None:
         """One launch."""
         pool = FactorPool(*(x[layer] for x in self._pool))
-        rows, state, o = self._problem.layer_rows(layer), self._state[layer], self._o[layer]
+        rows, state, o = self._problem.rows, self._state[layer], self._o
         self._launch(rows, state, pool, self._batches[step], o)
 
     def commit(self, step: int) -> None:
@@ -82,7 +84,7 @@ class Ours:
 
     def outputs(self, layer: int) -> Tensor:
         """[R, HV, V]."""
-        return self._o[layer]
+        return self._o
 
     @property
     def pool(self) -> FactorPool:
@@ -103,11 +105,11 @@ class StandAlone(Ours):
 
     deferred = False
 
-    def __init__(self, problem: Problem, candidate: Candidate, *, output: torch.dtype | None = None):
+    def __init__(self, problem: Problem, choice: Choice, *, output: torch.dtype | None = None):
         """As `Ours`."""
-        super().__init__(problem, candidate, output=output)
+        super().__init__(problem, choice, output=output)
         self.name += ", stand-alone commit"
-        self._batches = [problem.batch(groups=candidate.groups, pending=0, write_state=False)]
+        self._batches = [problem.batch(groups=choice.groups, pending=0, write_state=False)]
         device = problem.state.device
         self._accepted = torch.tensor(
             [[RING + r for r in p] for p in problem.accepted], dtype=torch.int32, device=device
@@ -129,7 +131,7 @@ class Snapshots:
         self.name = self.name_of(tree=tree, columns=columns)
         self._problem, self._tree, self._columns = problem, tree, columns
         self._state = problem.state.clone()
-        rows = problem.rows.k.shape[1]
+        rows = problem.rows.k.shape[0]
         self._snapshots = torch.empty(problem.layers, rows, *problem.state.shape[2:], device=problem.state.device)
         self._batch = problem.batch(groups=1, pending=0, write_state=False)
         last = [first + path[-1] for first, path in zip(problem.first_rows, problem.accepted, strict=True)]
@@ -144,11 +146,11 @@ class Snapshots:
     @staticmethod
     def bytes(problem: Problem) -> int:
         """Memory that the snapshots take."""
-        return problem.layers * problem.rows.k.shape[1] * problem.shape.state_bytes
+        return problem.layers * problem.rows.k.shape[0] * problem.shape.state_bytes
 
     def verify(self, layer: int, step: int) -> None:
         """One launch."""
-        rows, o = self._problem.layer_rows(layer), self._o[layer]
+        rows, o = self._problem.rows, self._o
         verify_snapshot(
             rows, self._state[layer], self._snapshots[layer], self._batch, o, tree=self._tree, columns=self._columns
         )
@@ -159,7 +161,7 @@ class Snapshots:
 
     def outputs(self, layer: int) -> Tensor:
         """[R, HV, V]."""
-        return self._o[layer]
+        return self._o
 
     def states(self, layer: int) -> Tensor:
         """After the copy."""
@@ -167,5 +169,5 @@ class Snapshots:
 
 
 def _outputs(problem: Problem, dtype: torch.dtype | None) -> Tensor:
-    """Output tensors of all layers, poisoned: [L, R, HV, V]."""
+    """One output tensor, which the layers write to one after the other; poisoned: [R, HV, V]."""
     return torch.full_like(problem.rows.v, float("nan"), dtype=dtype or problem.rows.v.dtype)

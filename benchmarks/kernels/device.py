@@ -25,6 +25,11 @@ def require() -> None:
         raise NoDeviceError("these kernels are timed on a GPU, and PyTorch finds none here")
 
 
+def name() -> str:
+    """As CUDA gives it."""
+    return str(torch.cuda.get_device_name())
+
+
 def describe() -> str:
     """Name, multiprocessors, memory and L2 of the current device."""
     p = torch.cuda.get_device_properties(torch.cuda.current_device())

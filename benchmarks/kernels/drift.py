@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specla.benchmarks.kernels.inputs import Inputs
-from specla.benchmarks.kernels.launch import Candidate, Mode
+from specla.benchmarks.kernels.launch import launch_of
 from specla.benchmarks.kernels.problem import RING
 from specla.benchmarks.kernels.reference64 import relative_error, step64
 from specla.benchmarks.kernels.shapes import Shape
@@ -23,12 +23,13 @@ from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
+from specla.kernels.gpu.selector import Choice, Mode
 
 STEPS = 10_000
 ROWS_OF_A_PASS = 8
 _BUCKET = Bucket(sessions=1, rows=ROWS_OF_A_PASS, tree_rows=ROWS_OF_A_PASS, pending=RING)
 WANTED: dict[Mode, float] = {"exact": 1e-5, "fast": 1e-3}
-KERNELS: dict[Mode, Candidate] = {"exact": Candidate("serial"), "fast": Candidate("factorised")}
+KERNELS: dict[Mode, Choice] = {"exact": Choice("serial"), "fast": Choice("factorised")}
 
 
 class Point(NamedTuple):
@@ -83,15 +84,13 @@ def _advance64(state: Tensor, tokens: LayerRows, first: int, last: int) -> Tenso
     return state
 
 
-def _kernel_states(
-    shape: Shape, candidate: Candidate, tokens: LayerRows, state: Tensor, steps: int
-) -> dict[int, Tensor]:
+def _kernel_states(shape: Shape, choice: Choice, tokens: LayerRows, state: Tensor, steps: int) -> dict[int, Tensor]:
     """States [1, HV, K, V] at the checkpoints, by the kernel."""
     H, HV, K, V = shape.heads, shape.value_heads, shape.key_width, shape.value_width
     device, dtype = state.device, tokens.k.dtype
     pool = FactorPool.empty(1, 2 * ROWS_OF_A_PASS, H, HV, K, V, dtype, device)
     rows = LayerRows.empty(ROWS_OF_A_PASS, H, HV, K, V, dtype, device)
-    o, launch = torch.empty_like(rows.v), candidate.launch(shape, _BUCKET, device)
+    o, launch = torch.empty_like(rows.v), launch_of(choice, shape, _BUCKET, device)
     found, done, waiting, bank = {}, 0, range(0), 0
     ends = set(checkpoints(steps))
     batches: dict[tuple[range, range], PassBatch] = {}

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from specla.benchmarks.kernels import drift, restore
 from specla.benchmarks.kernels.cases import DEEP, WIDE_TREE, Case
-from specla.benchmarks.kernels.launch import Mode
 from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.sampler import DEFAULT
 from specla.benchmarks.kernels.shapes import PAPER, WIDE
 from specla.benchmarks.report import Goal
+from specla.kernels.gpu.selector import Mode
 
 SAMPLER_US = 30.0
 _REPLAY_TIMES = {(DEEP, False): 4.0, (DEEP, True): 1.5, (WIDE_TREE, False): 12.0, (WIDE_TREE, True): 2.0}

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from specla.benchmarks.kernels.candidates import (
     TUNING_ROUNDS,
     best,
+    bucket_rows,
     candidates,
-    capture_candidates,
+    capture_choices,
     problem_of,
     release,
 )
 from specla.benchmarks.kernels.cases import Case
-from specla.benchmarks.kernels.contenders import Contender, Ours, Snapshots, StandAlone
-from specla.benchmarks.kernels.launch import Candidate, Mode
+from specla.benchmarks.kernels.checks import Kernel
+from specla.benchmarks.kernels.contenders import MEMORY_LIMIT, Contender, Ours, Snapshots, StandAlone
+from specla.benchmarks.kernels.launch import name_of
+from specla.benchmarks.kernels.preparation import MODES
 from specla.benchmarks.kernels.problem import Problem
 from specla.benchmarks.kernels.replay import Kind, Operation, Replay
 from specla.benchmarks.kernels.rivals import COLUMNS
 from specla.benchmarks.kernels.shapes import bytes_once
 from specla.benchmarks.kernels.timing import Graph, Work, in_turns
+from specla.kernels.gpu.selector import Choice, Mode
 
-MODES: tuple[Mode, ...] = ("exact", "fast")
 STAND_ALONE = {mode: f"{mode}, stand-alone commit" for mode in MODES}
 RING = {mode: f"{mode}, ring" for mode in MODES}
+OURS = {*STAND_ALONE.values(), *RING.values()}
 REPLAYS = {
     (kind, batched): f"replay, {kind}, {'one launch' if batched else 'a launch a path'}"
     for kind in ("recurrent", "chunked")
     for batched in (False, True)
 }
-MEMORY_LIMIT = 40 << 30
-"""Rivals that need more than this for a case are left out, and said to be."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,33 @@ class Timed:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def measure(case: Case, operations: Mapping[Kind, Operation], *, l2: int) -> Timed:
-    """Runs a case on the GPU.
+def measure(
+    case: Case,
+    operations: Mapping[Kind, Operation],
+    *,
+    l2: int,
+    left_out: Collection[Kernel] = (),
+    device: str = "cuda",
+) -> Timed:
+    """Times a case.
 
     Args:
         case: what to time.
         operations: the library's kernels by kind; those that are missing leave their rivals out.
         l2: bytes of the L2 cache.
+        left_out: kernels of ours that cannot be made here.
+        device: where to run.
     """
     topology = case.topology
-    problem = problem_of(case.shape, case.sessions, topology, l2=l2)
-    choices = candidates(case.shape, case.sessions, topology, thorough=case.goal)
-    graphs, skipped = capture_candidates(problem, choices)
+    problem = problem_of(case.shape, case.sessions, topology, l2=l2, device=device)
+    choices = [
+        choice
+        for choice in candidates(case.shape, case.sessions, topology)
+        if Kernel(case.shape, bucket_rows(len(topology)), choice) not in left_out
+    ]
+    graphs, skipped = capture_choices(problem, choices)
     tuning = in_turns(list(graphs.values()), TUNING_ROUNDS)
-    medians = {choice: statistics.median(tuning[choice.name]) for choice in graphs}
+    medians = {choice: statistics.median(tuning[name_of(choice)]) for choice in graphs}
     chosen = {mode: best(medians, mode) for mode in MODES}
     running = [graphs[chosen[mode]]._replace(name=mode) for mode in MODES]
     del graphs
@@ -80,18 +95,16 @@ def measure(case: Case, operations: Mapping[Kind, Operation], *, l2: int) -> Tim
         try:
             work = Work.of(make(), problem.layers)._replace(name=name)
             running.append(Graph.capture(work))
-        except Exception as error:  # a library's kernel may refuse a shape; ours must not
-            if not name.startswith("replay"):
+        except Exception as error:  # another's kernel may refuse a shape; ours must not
+            if name in OURS:
                 raise
             skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    samples = in_turns(running, case.rounds)
-    once = bytes_once(case.shape, sessions=case.sessions, rows=problem.used_rows, pending=problem.pending)
     made = Timed(
         case,
-        samples,
-        {choice.name: us for choice, us in medians.items()},
-        {mode: choice.name for mode, choice in chosen.items()},
-        once,
+        in_turns(running, case.rounds),
+        {name_of(choice): us for choice, us in medians.items()},
+        {mode: name_of(choice) for mode, choice in chosen.items()},
+        bytes_once(case.shape, sessions=case.sessions, rows=problem.used_rows, pending=problem.pending),
         problem.pending,
         problem.layers,
         skipped,
@@ -104,7 +117,7 @@ def measure(case: Case, operations: Mapping[Kind, Operation], *, l2: int) -> Tim
 def _rivals(
     case: Case,
     problem: Problem,
-    chosen: Mapping[Mode, Candidate],
+    chosen: Mapping[Mode, Choice],
     operations: Mapping[Kind, Operation],
     skipped: dict[str, str],
 ) -> dict[str, Callable[[], Contender]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specla.benchmarks.kernels.drift import WANTED, Point
-from specla.benchmarks.kernels.launch import Mode
 from specla.benchmarks.kernels.measure import RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.shapes import PAPER
+from specla.kernels.gpu.selector import Mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

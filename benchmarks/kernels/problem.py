@@ -1,7 +1,9 @@
 """One pass's inputs for several layers: rows, states, pending factors and accepted paths, seeded.
 
-Layers are copies of the same pass over other bytes. A timed run goes through all of them, so that none of a layer's
-bytes is in the L2 cache any more when the run comes back to it.
+Layers are copies of the same pass over other states and factors. A timed run goes through all of them, so that none of
+a layer's states and factors is in the L2 cache any more when the run comes back to it. The rows' q, k, v, g and beta
+are one set that all layers share, and so are the outputs of every contender: in a model, all layers' activations pass
+through the same buffers, and the kernel just before has written them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Problem:
         topologies: B trees.
         accepted: B lists of the rows that the pass turns out to accept, root first, all of one length.
         pending: P, factors of each session that the stored state lacks, in pool rows 0 to P - 1.
-        rows: inputs [L, R, ...]; `layer_rows` cuts one layer out. Rows past the sessions' last belong to nobody.
+        rows: inputs [R, ...] of every layer alike. Rows past the sessions' last belong to nobody.
         state: float32 [L, B, HV, K, V] before the pending factors. Nobody writes to it: contenders clone it.
         pool: [L, B, POOL_ROWS, ...]; RING rows of factors, then the rows' own k and g. Contenders clone it, too.
         tree_rows: N of the bucket.
@@ -81,7 +83,7 @@ class Problem:
         tree_rows = tree_rows or max(len(t) for t in topologies)
         paths = [deepest_path(t) for t in topologies]
         length = min(accepted, *(len(path) for path in paths))
-        rows = draw.rows(layers, max(used, tree_rows))
+        rows = draw.rows(max(used, tree_rows))
         sizes = (shape.heads, shape.value_heads, shape.key_width, shape.value_width)
         flat = FactorPool.empty(layers * B, POOL_ROWS, *sizes, dtype, device)
         pool = FactorPool(*(x.view(layers, B, *x.shape[1:]) for x in flat))
@@ -92,8 +94,8 @@ class Problem:
         first = 0
         for b, topology in enumerate(topologies):
             n = len(topology)
-            pool.k[:, b, RING : RING + n] = rows.k[:, first : first + n]
-            pool.g[:, b, RING : RING + n] = rows.g[:, first : first + n]
+            pool.k[:, b, RING : RING + n] = rows.k[first : first + n]
+            pool.g[:, b, RING : RING + n] = rows.g[first : first + n]
             first += n
         return cls(
             shape=shape,
@@ -130,15 +132,11 @@ class Problem:
             first += len(topology)
         return found
 
-    def layer_rows(self, layer: int) -> LayerRows:
-        """One layer's inputs, views."""
-        return LayerRows(*(x[layer] for x in self.rows))
-
     def batch(self, *, groups: int, pending: int, write_state: bool) -> PassBatch:
         """The pass as our kernels see it, with `pending` factors of each session in pool rows 0 and on."""
         bucket = Bucket(
             sessions=self.sessions,
-            rows=self.rows.k.shape[1],
+            rows=self.rows.k.shape[0],
             tree_rows=self.tree_rows,
             pending=RING,
             groups=groups,
@@ -159,7 +157,7 @@ class Problem:
         return batch
 
     def accepted_inputs(self) -> LayerRows:
-        """q, k, v, g, beta of the accepted rows, [L, B, a, ...]."""
+        """q, k, v, g, beta of the accepted rows as they would be kept, a copy a layer: [L, B, a, ...]."""
         places = [[first + row for row in path] for first, path in zip(self.first_rows, self.accepted, strict=True)]
         at = torch.tensor(places, device=self.state.device)
-        return LayerRows(*(x[:, at].contiguous() for x in self.rows))
+        return LayerRows(*(x[at].expand(self.layers, *at.shape, *x.shape[1:]).contiguous() for x in self.rows))

@@ -1,6 +1,7 @@
 """Root-to-leaf replay: every path of the tree is run as a sequence of its own, by flash-linear-attention's kernels.
 
-What is kind to this rival: its inputs lie ready, gathered path by path; its outputs are left where they fall; the
+What is kind to this rival: its inputs lie ready, gathered path by path, and all layers share them as they share ours;
+its outputs are left where they fall; the
 state after the accepted path, which ends inside the tree, comes from one launch of the recurrent kernel for all layers
 and is taken as the kernel returns it, with no copy to a slot. Keeping the final state of every replayed path instead
 would write a state for each of them, for the case that a whole path is accepted. What its interface asks for is
@@ -76,10 +77,10 @@ class Replay:
             places = [torch.tensor([[f + row for row in path] for f in firsts], device=device) for path in self._paths]
         self._places = places
         self._inputs = [
-            LayerRows(*(x[:, at].contiguous() for x in problem.rows)) for at in places
-        ]  # [L, B or 1, T, ...]
+            LayerRows(*(x[at].contiguous() for x in problem.rows)) for at in places
+        ]  # [B or 1, T, ...], of every layer alike
         self._accepted = LayerRows(*(x.flatten(0, 1) for x in problem.accepted_inputs()))  # [L B, a, ...]
-        self._o: dict[int, list[Tensor]] = {}
+        self._o: list[Tensor] = []
         self._final: Tensor | None = None
 
     @staticmethod
@@ -90,22 +91,21 @@ class Replay:
     @staticmethod
     def input_bytes(problem: Problem) -> int:
         """Memory of the gathered inputs."""
-        per_row = sum(x[0, 0].numel() * x.element_size() for x in problem.rows)
-        return problem.layers * problem.sessions * sum(map(len, leaf_paths(problem.topologies[0]))) * per_row
+        per_row = sum(x[0].numel() * x.element_size() for x in problem.rows)
+        return problem.sessions * sum(map(len, leaf_paths(problem.topologies[0]))) * per_row
 
     def verify(self, layer: int, step: int) -> None:
         """A launch a path, or an expansion of the state and one launch."""
         state = self._state[layer]
         if self._batched:
             state = state[:, None].expand(-1, len(self._paths), -1, -1, -1).flatten(0, 1)  # [B P, HV, K, V], copies
-        self._o[layer] = []
-        for inputs in self._inputs:
-            q, k, v, g, beta = (x[layer] for x in inputs)
+        self._o = []  # freed first: the next layer's outputs take the same memory
+        for q, k, v, g, beta in self._inputs:
             ends = {"cu_seqlens": self._ends} if self._batched else {}
             o, _ = self._operation(
                 q, k, v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=False, **ends
             )
-            self._o[layer].append(o)
+            self._o.append(o)
 
     def commit(self, step: int) -> None:
         """The recurrent kernel over the accepted paths of all layers, in one launch."""
@@ -116,8 +116,8 @@ class Replay:
 
     def outputs(self, layer: int) -> Tensor:
         """[R, HV, V], every row from one of its paths."""
-        rows = torch.full_like(self._problem.rows.v[layer], float("nan"))
-        for at, o in zip(self._places, self._o[layer], strict=True):
+        rows = torch.full_like(self._problem.rows.v, float("nan"))
+        for at, o in zip(self._places, self._o, strict=True):
             rows[at.flatten()] = o.flatten(0, 1)
         return rows
 

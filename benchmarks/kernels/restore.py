@@ -1,10 +1,11 @@
 """Restoring an accepted state of 8 tokens in all 24 layers of the 1.47B model: from factors, or by running them again.
 
 - factors: `flush`, one launch for all layers;
-- recurrence alone: the library's recurrent kernel over the 8 tokens, a launch a layer, as a model runs it, and all
-  layers in one launch, which needs the inputs of all layers kept;
+- recurrence alone: the library's recurrent kernel over the 8 tokens, whose inputs were kept in each layer and are as
+  cold as the factors, a launch a layer, as a model runs it, and all layers in one launch;
 - the model: a lower bound that is kind to it: the matrix products of 24 layers at 8 rows with random weights, and the
-  recurrent kernel of each layer. Norms, convolutions, gates, residuals, embedding and head are left out.
+  recurrent kernel of each layer on inputs that all layers share, hot as if just made. Norms, convolutions, gates,
+  residuals, embedding and head are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from specla.benchmarks.kernels.timing import Graph, Work, in_turns, layers_neede
 from specla.benchmarks.kernels.topologies import chain
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.layer_rows import LayerRows
 
 TOKENS = 8
 LAYERS = 24
@@ -37,10 +39,12 @@ FACTORS, ALONE, ALONE_AT_ONCE, MODEL = (
 )
 
 
-def measure_restore(operations: Mapping[Kind, Operation], *, l2: int) -> dict[str, list[float]]:
+def measure_restore(
+    operations: Mapping[Kind, Operation], *, l2: int, device: str = "cuda", rounds: int = ROUNDS
+) -> dict[str, list[float]]:
     """Microseconds of restoring all layers, by name; without the library, that of the factors alone."""
     sets = layers_needed(LAYERS * PAPER.state_bytes, l2)  # sets of 24 layers, so that each is cold
-    made = Problem.make(PAPER, [chain(TOKENS)], accepted=TOKENS, layers=sets * LAYERS, device="cuda")
+    made = Problem.make(PAPER, [chain(TOKENS)], accepted=TOKENS, layers=sets * LAYERS, device=device)
     works = [_factors(made, sets)]
     if "recurrent" in operations:
         works += [
@@ -48,7 +52,7 @@ def measure_restore(operations: Mapping[Kind, Operation], *, l2: int) -> dict[st
             _alone(made, sets, operations["recurrent"], at_once=True),
             _model(made, operations["recurrent"]),
         ]
-    return in_turns([Graph.capture(work) for work in works], ROUNDS)
+    return in_turns([Graph.capture(work) for work in works], rounds)
 
 
 def _factors(made: Problem, sets: int) -> Work:
@@ -64,37 +68,38 @@ def _factors(made: Problem, sets: int) -> Work:
 
 
 def _alone(made: Problem, sets: int, operation: Operation, *, at_once: bool) -> Work:
-    state = made.state.clone()
+    state, kept = made.state.clone(), made.accepted_inputs()  # [L, 1, 8, ...]
 
     def run(count: int = sets) -> None:
         step = LAYERS if at_once else 1
         for first in range(0, count * LAYERS, step):
-            _recur(made, state, first, step, operation)
+            inputs = LayerRows(*(x[first : first + step, 0] for x in kept))
+            _recur(inputs, state[first : first + step], operation)
 
     return Work(ALONE_AT_ONCE if at_once else ALONE, sets, lambda: run(1), run)
 
 
-def _recur(made: Problem, state: Tensor, first: int, layers: int, operation: Operation) -> None:
-    """The recurrent kernel over some layers' tokens, each layer a sequence of the batch."""
-    q, k, v, g, beta = (x[first : first + layers] for x in made.rows)  # [layers, 8, ...]
-    before = state[first : first + layers].flatten(0, 1)
-    operation(q, k, v, g=g, beta=beta, scale=1.0, initial_state=before, output_final_state=True)
+def _recur(inputs: LayerRows, state: Tensor, operation: Operation) -> None:
+    """The recurrent kernel over some layers' tokens [layers, 8, ...], each layer a sequence of the batch."""
+    q, k, v, g, beta = inputs
+    operation(q, k, v, g=g, beta=beta, scale=1.0, initial_state=state.flatten(0, 1), output_final_state=True)
 
 
 def _model(made: Problem, operation: Operation) -> Work:
     """One set: its weights alone are many times the L2."""
-    draw = torch.Generator(device="cuda").manual_seed(1)
+    device = made.state.device
+    draw = torch.Generator(device=device).manual_seed(1)
     weights = [
-        [torch.randn(o, i, generator=draw, device="cuda", dtype=torch.bfloat16) * i**-0.5 for o, i in PRODUCTS]
+        [torch.randn(o, i, generator=draw, device=device, dtype=torch.bfloat16) * i**-0.5 for o, i in PRODUCTS]
         for _ in range(LAYERS)
     ]
-    inputs = [torch.randn(TOKENS, i, generator=draw, device="cuda", dtype=torch.bfloat16) for _, i in PRODUCTS]
-    state = made.state.clone()
+    inputs = [torch.randn(TOKENS, i, generator=draw, device=device, dtype=torch.bfloat16) for _, i in PRODUCTS]
+    state, rows = made.state.clone(), LayerRows(*(x[None] for x in made.rows))  # [1, 8, ...]
 
     def run() -> None:
         for layer in range(LAYERS):
             torch.nn.functional.linear(inputs[0], weights[layer][0])
-            _recur(made, state, layer, 1, operation)
+            _recur(rows, state[layer : layer + 1], operation)
             for x, w in zip(inputs[1:], weights[layer][1:], strict=True):
                 torch.nn.functional.linear(x, w)
 

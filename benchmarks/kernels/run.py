@@ -1,38 +1,42 @@
-"""A whole run: checks first, then the goals' cases, restoring, sampling and drift, then the grid while time is left."""
+"""A whole run: preparation first, then cases in order, restoring and sampling; what is found is saved as it comes."""
 
 from __future__ import annotations
 
-import math
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from specla.benchmarks.kernels import device, drift, restore
-from specla.benchmarks.kernels.candidates import candidates, measure_choices, release
-from specla.benchmarks.kernels.cases import Case, all_cases, tuning_cases
-from specla.benchmarks.kernels.checks import Checked, check_replays, run_checks
+from specla.benchmarks.kernels import device, restore
+from specla.benchmarks.kernels.candidates import release
+from specla.benchmarks.kernels.cases import Plan
+from specla.benchmarks.kernels.checks import check_replays
 from specla.benchmarks.kernels.correctness import Errors
+from specla.benchmarks.kernels.drift import Point
 from specla.benchmarks.kernels.goals import goals
-from specla.benchmarks.kernels.launch import Mode
-from specla.benchmarks.kernels.measure import MODES, Timed, measure
+from specla.benchmarks.kernels.measure import Timed, measure
+from specla.benchmarks.kernels.preparation import MODES, Preparation, Prepared
 from specla.benchmarks.kernels.replay import Kind, MissingLibraryError, Operation, operation
 from specla.benchmarks.kernels.sampler import measure_sampler
-from specla.benchmarks.kernels.shapes import PAPER, SHAPES
 from specla.benchmarks.report import Report, Row
+from specla.kernels.gpu.selector import Mode
 
 Say = Callable[[str], None]
 
 METHOD = (
-    "CUDA graphs; each runs its work once for enough layers that 3 L2 sizes of other bytes lie between two visits of "
-    "the same; time of the graph over its layers; rivals in turns, rotating; medians with quartiles; launches, commit "
-    "and state writes included"
+    "CUDA graphs; each runs its work once for enough layers that 3 L2 sizes of other states and factors lie between "
+    "two visits of the same; states and factors cold: every layer has its own; activations (q, k, v, g, beta, o) "
+    "shared by all layers, as in a model, and counted among the bytes moved once; time of the graph over its layers; "
+    "rivals in turns, rotating; medians with quartiles; launches, commit and state writes included"
 )
 REPLAY = (
     "inputs ready path by path, outputs left where they fall, the state after the accepted path by one launch of the "
     "recurrent kernel for all layers, taken without a copy; batched: a copy of the state a path, as its interface asks"
 )
+_CHUNKED = "errors of the chunked kernel"
 
 
 class WrongResultError(RuntimeError):
@@ -48,163 +52,168 @@ class Run:
 
     report: Report
     timed: dict[str, Timed] = field(default_factory=dict)
-    drifts: dict[Mode, list[drift.Point]] = field(default_factory=dict)
+    drifts: dict[Mode, list[Point]] = field(default_factory=dict)
     restored: dict[str, list[float]] = field(default_factory=dict)
     sampled: dict[str, list[float]] = field(default_factory=dict)
     bandwidth: float = float("nan")
 
 
-def run(*, budget: float, say: Say, save: Callable[[Report], None]) -> Run:
-    """Measures everything on the current GPU.
+@dataclass(frozen=True)
+class Clock:
+    """Tells how long stages took, with the time since the run began."""
+
+    say: Say
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.begun
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Says how long a stage took, failed or not."""
+        before = self.elapsed
+        try:
+            yield
+        finally:
+            self.say(f"[{self.elapsed:6.1f} s] {what}: {self.elapsed - before:.1f} s")
+
+
+def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) -> Run:
+    """Measures a plan on the current GPU.
 
     Whatever fails after the checks is noted, and its goals stay unmet, so that a run always leaves its other figures.
 
     Args:
-        budget: seconds after which no more cases without a goal are begun.
+        plan: what to measure.
+        budget: seconds after which no more cases are begun; restoring and sampling come before the cases without a
+            goal, whatever the time.
         say: told about progress, a line at a time.
-        save: given the run once the goals are measured, and again at the end.
+        save: given the report after every stage.
 
     Raises:
         WrongResultError: a kernel or rival is not correct.
         NoDeviceError: there is no GPU.
     """
     device.require()
-    begun = time.monotonic()
+    clock = Clock(say)
     made = Run(Report(title="Verification kernels and their rivals", device=device.describe()))
     notes = made.report.notes
     notes.update(method=METHOD, replay=REPLAY, budget_s=budget, triton=_triton_version())
     notes["clocks before"] = device.clocks()
-    operations = _operations(notes, say)
-    say("checking every kernel against float64")
-    _note(notes, run_checks(SHAPES))
-    notes["seconds of checks"] = round(time.monotonic() - begun, 1)
-    device.wake()
-    made.bandwidth = device.copy_bandwidth()
+    with clock.stage("checks, drift and compilation"):
+        preparation = Preparation(plan)
+        with clock.stage("importing flash-linear-attention beside them"):
+            operations = _operations(notes, plan, say)
+        prepared = preparation.result()
+    say("longest: " + ", ".join(f"{name} {s:.1f} s" for name, s in prepared.longest(6)))
+    note_checks(notes, prepared, say)
+    if not all(error.passed for error in prepared.replays):
+        operations = {}
+    made.drifts = prepared.drifts
+    notes["seconds of checks"] = round(clock.elapsed, 1)
+    gc.collect()
+    gc.freeze()  # what is alive now stays: the collections between cases need not look at it again
+    with clock.stage("copy bandwidth"):
+        device.wake()
+        made.bandwidth = device.copy_bandwidth()
     l2 = device.l2_bytes()
-    grid = []
-    for case in all_cases():
-        if case.goal:
-            _time(made, case, operations, l2, say)
-        else:
-            grid.append(case)
-    with _noting(made, "restoring", say):
-        made.restored = restore.measure_restore(operations, l2=l2)
+
+    def keep() -> None:
+        notes["seconds"] = round(clock.elapsed, 1)
+        summarise(made)
+        save(made.report)
+
+    keep()
+    _cases(made, plan, prepared, operations, l2, clock, budget, keep, with_goal=True)
+    with _noting(made, restore.CASE, clock):
+        made.restored = restore.measure_restore(operations, l2=l2, device=plan.device)
     release()
-    with _noting(made, "sampling", say):
-        made.sampled = measure_sampler(l2=l2)
+    keep()
+    with _noting(made, "sampling", clock):
+        made.sampled = measure_sampler(plan.samplers, l2=l2, device=plan.device)
     release()
-    for mode in MODES:
-        with _noting(made, f"drift, {mode}", say):
-            made.drifts[mode] = drift.drift(PAPER, mode)
-    summarise(made)
-    save(made.report)
-    _grid(made, grid, operations, l2, begun + budget, say)
+    keep()
+    _cases(made, plan, prepared, operations, l2, clock, budget, keep, with_goal=False)
     notes["clocks after"] = device.clocks()
-    notes["seconds"] = round(time.monotonic() - begun, 1)
-    summarise(made)
-    save(made.report)
+    keep()
     return made
 
 
-def tune(*, budget: float, say: Say) -> Run:
-    """Times what a selector chooses from, over shapes, sessions and trees, after the same checks.
-
-    Args:
-        budget: seconds after which nothing more is begun.
-        say: told about progress, a line at a time.
+def note_checks(notes: dict[str, str | int | float | bool], prepared: Prepared, say: Say) -> None:
+    """Puts errors into the notes, and what cannot be made here.
 
     Raises:
-        WrongResultError: a kernel is not correct.
-        NoDeviceError: there is no GPU.
+        WrongResultError: an error of ours, or of the rivals that we wrote, is too large.
     """
-    device.require()
-    begun = time.monotonic()
-    made = Run(Report(title="What the selector chooses from", device=device.describe()))
-    made.report.notes.update(method=METHOD, budget_s=budget, triton=_triton_version())
-    _note(made.report.notes, run_checks(SHAPES))
-    device.wake()
-    for case in tuning_cases():
-        if time.monotonic() - begun > budget:
-            made.report.notes[f"left out, {case.name}"] = "for lack of time"
-            continue
-        with _noting(made, case.name, say):
-            choices = candidates(case.shape, case.sessions, case.topology, thorough=True)
-            times = measure_choices(choices, case.shape, case.sessions, case.topology)
-            for choice, us in zip(choices, times, strict=True):
-                if us < math.inf:
-                    made.report.rows.append(Row.of(case.name, choice.name, [us], "us"))
-    made.report.notes["seconds"] = round(time.monotonic() - begun, 1)
-    return made
+    for error in (*prepared.errors, *prepared.replays):
+        notes[f"errors, {error.case}, {error.name}"] = str(error)
+    for name, why in prepared.unfit.items():
+        notes[f"cannot be made, {name}"] = why
+        say(f"cannot be made, {name}: {why}")
+    if failed := [error for error in prepared.errors if not error.passed]:
+        raise WrongResultError(failed)
 
 
 @contextmanager
-def _noting(made: Run, what: str, say: Say) -> Iterator[None]:
-    """Turns a failure of one part into a note."""
-    before = time.monotonic()
-    try:
-        yield
-    except Exception as error:
-        made.report.notes[f"failed, {what}"] = f"{type(error).__name__}: {error}"
-        say(f"{what} FAILED: {type(error).__name__}: {error}")
-    else:
-        say(f"{what}: {time.monotonic() - before:.1f} s")
+def _noting(made: Run, what: str, clock: Clock) -> Iterator[None]:
+    """A stage whose failure is a note."""
+    with clock.stage(what):
+        try:
+            yield
+        except Exception as error:
+            made.report.notes[f"failed, {what}"] = f"{type(error).__name__}: {error}"
+            clock.say(f"{what} FAILED: {type(error).__name__}: {error}")
 
 
-def _grid(made: Run, cases: list[Case], operations: dict[Kind, Operation], l2: int, deadline: float, say: Say) -> None:
-    """Cases without a goal, until the time is spent."""
+def _cases(
+    made: Run,
+    plan: Plan,
+    prepared: Prepared,
+    operations: dict[Kind, Operation],
+    l2: int,
+    clock: Clock,
+    budget: float,
+    keep: Callable[[], None],
+    *,
+    with_goal: bool,
+) -> None:
+    """The cases with or without a goal, until the time is spent."""
     left_out = []
-    for case in cases:
-        if time.monotonic() > deadline:
+    for case in (case for case in plan.cases if case.goal == with_goal):
+        if clock.elapsed > budget:
             left_out.append(case.name)
             continue
-        if (
-            "chunked" in case.replay
-            and "chunked" in operations
-            and "errors of the chunked kernel" not in made.report.notes
-        ):
-            say("checking the chunked kernel, which tunes itself first")
-            errors = check_replays(PAPER, operations)
-            made.report.notes["errors of the chunked kernel"] = "; ".join(f"{e.name}: {e}" for e in errors)
-            if not all(e.passed for e in errors):
-                del operations["chunked"]
-        _time(made, case, operations, l2, say)
+        if "chunked" in case.replay and "chunked" in operations and _CHUNKED not in made.report.notes:
+            with _noting(made, "checking the chunked kernel, which tunes itself first", clock):
+                checked = check_replays(case.shape, plan.device, "chunked")
+                made.report.notes[_CHUNKED] = "; ".join(f"{e.name}: {e}" for e in checked.errors)
+                if checked.unfit or not all(e.passed for e in checked.errors):
+                    del operations["chunked"]
+        with _noting(made, case.name, clock):
+            timed = measure(case, operations, l2=l2, left_out=prepared.left_out, device=plan.device)
+            made.timed[case.name] = timed
+            clock.say("  " + ", ".join(f"{name} {statistics.median(us):.2f}" for name, us in timed.samples.items()))
+            clock.say("  chosen from " + ", ".join(f"{name} {us:.2f}" for name, us in timed.candidates.items()))
+        keep()
     if left_out:
-        made.report.notes["left out for lack of time"] = "; ".join(left_out)
+        made.report.notes[f"left out for lack of time, {'goals' if with_goal else 'grid'}"] = "; ".join(left_out)
 
 
-def _time(made: Run, case: Case, operations: dict[Kind, Operation], l2: int, say: Say) -> None:
-    with _noting(made, case.name, say):
-        timed = made.timed[case.name] = measure(case, operations, l2=l2)
-        say(", ".join(f"{name} {statistics.median(samples):.2f}" for name, samples in timed.samples.items()))
-
-
-def _operations(notes: dict[str, str | int | float | bool], say: Say) -> dict[Kind, Operation]:
+def _operations(notes: dict[str, str | int | float | bool], plan: Plan, say: Say) -> dict[Kind, Operation]:
     """The library's kernels; a note says why there are none."""
     kinds: tuple[Kind, ...] = ("recurrent", "chunked")
+    wanted = [kind for kind in kinds if any(kind in case.replay for case in plan.cases)]
     try:
-        found = {kind: operation(kind) for kind in kinds}
+        found = {kind: operation(kind) for kind in wanted}
     except MissingLibraryError as error:
         say(str(error))
         notes["replay rivals"] = f"not measured: {error}"
         return {}
-    import fla
-
-    notes["flash-linear-attention"] = str(fla.__version__)
+    if found:
+        notes["flash-linear-attention"] = str(getattr(sys.modules.get("fla"), "__version__", "unknown"))
     return found
-
-
-def _note(notes: dict[str, str | int | float | bool], checked: Checked) -> None:
-    """Puts errors into the notes, and what cannot be made here.
-
-    Raises:
-        WrongResultError: an error is too large.
-    """
-    for error in checked.errors:
-        notes[f"errors, {error.case}, {error.name}"] = str(error)
-    for name, why in checked.unfit.items():
-        notes[f"cannot be made, {name}"] = why
-    if failed := [error for error in checked.errors if not error.passed]:
-        raise WrongResultError(failed)
 
 
 def summarise(made: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,21 +34,23 @@ class WrongTokensError(RuntimeError):
     """The Triton form draws other tokens than the sampler on the CPU."""
 
 
-def measure_sampler(*, l2: int) -> dict[str, list[float]]:
+def measure_sampler(names: Sequence[str], *, l2: int, device: str = "cuda") -> dict[str, list[float]]:
     """Microseconds of one launch over cold logits, by configuration, once the tokens are those of the CPU.
+
+    Args:
+        names: of CONFIGS.
+        l2: bytes of the L2 cache.
+        device: where to run.
 
     Raises:
         WrongTokensError: a configuration draws other tokens.
     """
     copies = layers_needed(ROWS * VOCABULARY * 4, l2)
-    draw = torch.Generator(device="cuda").manual_seed(5)
-    logits = 3 * torch.randn(copies, ROWS, VOCABULARY, generator=draw, device="cuda")  # as uneven as a model's
-    session = SessionSampling(SamplingParams(temperature=1.0, top_p=TOP_P, seed=7), VOCABULARY)
-    drawn = RowSampling([session], [0] * ROWS, list(range(ROWS)))
+    logits, drawn = _inputs(copies, device)
     wanted = torch.from_numpy(sample_on_cpu(logits[0].cpu(), drawn).tokens)
     graphs = []
-    for name, config in CONFIGS.items():
-        work, tokens = _work(name, logits, drawn, config)
+    for name in names:
+        work, tokens = _work(name, logits, drawn)
         work.warm()
         differ = int((tokens.cpu() != wanted).sum())
         if differ > _BORDERS:
@@ -55,12 +59,28 @@ def measure_sampler(*, l2: int) -> dict[str, list[float]]:
     return in_turns(graphs, ROUNDS)
 
 
-def _work(name: str, logits: Tensor, drawn: RowSampling, config: SamplerConfig) -> tuple[Work, Tensor]:
+def warm(name: str, device: str = "cuda") -> None:
+    """Compiles one configuration."""
+    logits, drawn = _inputs(1, device)
+    work, tokens = _work(name, logits, drawn)
+    work.warm()
+    tokens.cpu()
+
+
+def _inputs(copies: int, device: str) -> tuple[Tensor, RowSampling]:
+    """Logits [copies, R, vocabulary], and how they are sampled."""
+    draw = torch.Generator(device=device).manual_seed(5)
+    logits = 3 * torch.randn(copies, ROWS, VOCABULARY, generator=draw, device=device)  # as uneven as a model's
+    session = SessionSampling(SamplingParams(temperature=1.0, top_p=TOP_P, seed=7), VOCABULARY)
+    return logits, RowSampling([session], [0] * ROWS, list(range(ROWS)))
+
+
+def _work(name: str, logits: Tensor, drawn: RowSampling) -> tuple[Work, Tensor]:
     """Sampling every copy of the logits, and where the tokens of the last one go: int64 [R], poisoned."""
-    rows = SamplerRows(ROWS, VOCABULARY, "cuda", config)
+    rows = SamplerRows(ROWS, VOCABULARY, logits.device, CONFIGS[name])
     rows.fill(drawn)
-    tokens = torch.full((ROWS,), -2, dtype=torch.int64, device="cuda")
-    errors = torch.full((ROWS,), -2, dtype=torch.int32, device="cuda")
+    tokens = torch.full((ROWS,), -2, dtype=torch.int64, device=logits.device)
+    errors = torch.full((ROWS,), -2, dtype=torch.int32, device=logits.device)
 
     def run(count: int = logits.shape[0]) -> None:
         for i in range(count):

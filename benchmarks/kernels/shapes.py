@@ -38,6 +38,13 @@ WIDE = Shape("48 heads of 128", 16, 48, 128, 128)
 SHAPES = (PAPER, NARROW, WIDE)
 
 
+def bytes_apart(shape: Shape, *, sessions: int, rows: int, pending: int) -> int:
+    """Bytes that no two layers share: states, pending factors and the factors that the rows write."""
+    keys, values = shape.heads * shape.key_width, shape.value_heads * shape.value_width
+    factor = keys * MODEL_BYTES + (values + shape.value_heads) * FACTOR_BYTES
+    return sessions * (shape.state_bytes + pending * factor) + rows * values * FACTOR_BYTES
+
+
 def bytes_once(shape: Shape, *, sessions: int, rows: int, pending: int, state_written: bool = True) -> int:
     """The least bytes of one layer's pass: every input read once, every output written once.
 

@@ -1,7 +1,6 @@
 """The benchmark's kernels, rivals and reference compute the same thing."""
 
 import os
-from itertools import pairwise
 
 import torch
 
@@ -9,16 +8,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import pytest
+from kernel_loops import recurrent
 
 from specla.benchmarks.kernels.contenders import Ours, Snapshots, StandAlone
 from specla.benchmarks.kernels.correctness import check, expected, untouched
-from specla.benchmarks.kernels.launch import Candidate
 from specla.benchmarks.kernels.problem import RING, Problem
 from specla.benchmarks.kernels.reference64 import commit64, relative_error, verify64
 from specla.benchmarks.kernels.replay import Replay
 from specla.benchmarks.kernels.shapes import Shape
 from specla.benchmarks.kernels.topologies import chain, random_tree, tree
 from specla.kernels import reference
+from specla.kernels.gpu.selector import Choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = Shape("tiny", 1, 2, 32, 16)
@@ -30,31 +30,10 @@ def problem(topologies, accepted=2, layers=2, shape=TINY, seed=0):
     )
 
 
-def recurrent(q, k, v, *, g, beta, scale, initial_state, output_final_state, cu_seqlens=None):
-    """The library's interface as loops over the reference, on [B, T, ...] or packed sequences."""
-    if cu_seqlens is None:
-        parts = [slice(None)] * q.shape[0]
-        q, k, v, g, beta = (list(x) for x in (q, k, v, g, beta))
-    else:
-        bounds = cu_seqlens.tolist()
-        parts = [slice(a, b) for a, b in pairwise(bounds)]
-        q, k, v, g, beta = ([x[0]] * len(parts) for x in (q, k, v, g, beta))
-    outputs, finals = [], []
-    for i, at in enumerate(parts):
-        rows = k[i][at].shape[0]
-        o, u = reference.verify_tree(
-            scale * q[i][at], k[i][at], v[i][at], g[i][at], beta[i][at], initial_state[i], range(-1, rows - 1)
-        )
-        outputs.append(o.float())
-        finals.append(reference.commit(initial_state[i], k[i][at], u, g[i][at], range(rows)).float())
-    o = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
-    return o, torch.stack(finals) if output_final_state else None
-
-
 class TestReference:
     def test_agrees_with_the_loops(self):
         made = problem([random_tree(9, 1), random_tree(5, 2)], layers=1)
-        rows, first = made.layer_rows(0), 0
+        rows, first = made.rows, 0
         outputs, factors = verify64(rows, made.state[0], made.topologies)
         for b, topology in enumerate(made.topologies):
             at = slice(first, first + len(topology))
@@ -78,10 +57,10 @@ class TestReference:
 
 
 class TestContenders:
-    @pytest.mark.parametrize("candidate", [Candidate("serial"), Candidate("serial", 2), Candidate("factorised")])
-    def test_ours_defer_the_commit(self, candidate):
+    @pytest.mark.parametrize("choice", [Choice("serial"), Choice("serial", 2), Choice("factorised")])
+    def test_ours_defer_the_commit(self, choice):
         made = problem([random_tree(7, 3), random_tree(4, 4)])
-        ours = Ours(made, candidate, output=torch.float32)
+        ours = Ours(made, choice, output=torch.float32)
         (errors,) = check("trees", made, [ours])
         assert errors.passed, str(errors)
         assert errors.factors > 0
@@ -89,12 +68,12 @@ class TestContenders:
 
     def test_a_stand_alone_commit_adds_the_accepted_path(self):
         made = problem([random_tree(7, 3), random_tree(4, 4)])
-        (errors,) = check("trees", made, [StandAlone(made, Candidate("serial"), output=torch.float32)])
+        (errors,) = check("trees", made, [StandAlone(made, Choice("serial"), output=torch.float32)])
         assert errors.passed, str(errors)
 
     def test_the_ring_stores_the_state_once_a_cycle(self):
         made = problem([chain(4)], accepted=4, layers=1)
-        ours = Ours(made, Candidate("serial"), ring=True, output=torch.float32)
+        ours = Ours(made, Choice("serial"), ring=True, output=torch.float32)
         assert ours.passes == RING // 4
         for step in range(ours.passes - 1):
             ours.verify(0, step)

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from specla.benchmarks.cli import bench
 from specla.benchmarks.kernels import drift, restore
 from specla.benchmarks.kernels.candidates import best, bucket_rows, candidates
-from specla.benchmarks.kernels.cases import GOAL_CASES, TREES, all_cases, tuning_cases
+from specla.benchmarks.kernels.cases import GOAL_CASES, TREES, all_cases, goals_plan, tuning_plan
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.goals import case_name, goals, ratio
-from specla.benchmarks.kernels.launch import Candidate
 from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.pictures import DRIFT, TIMES, draw
 from specla.benchmarks.kernels.run import Run, summarise
@@ -28,6 +27,8 @@ from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape, bytes_once
 from specla.benchmarks.kernels.timing import in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import chain, eagle_like
 from specla.benchmarks.report import Report
+from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.selector import Choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -100,20 +101,47 @@ class TestCases:
         assert [c.tree for c in all_cases() if "chunked" in c.replay] == ["tree (2, 12, 16)", "tree (4, 4, 32)"]
 
     def test_tuning_covers_sessions(self):
-        assert {case.sessions for case in tuning_cases()} == {1, 4, 16, 64}
+        plan = tuning_plan()
+        assert {case.sessions for case in plan.cases} == {1, 4, 16, 64}
+        assert not plan.samplers
+        assert not plan.drift_steps
+
+    def test_the_short_plan_is_the_goals_with_fewer_rounds(self):
+        plan = goals_plan()
+        assert [case.name for case in plan.cases] == [case.name for case in GOAL_CASES]
+        assert all(case.rounds < goal.rounds for case, goal in zip(plan.cases, GOAL_CASES, strict=True))
+        assert [case.tree for case in plan.cases if case.replay] == ["tree (2, 12, 16)", "tree (4, 4, 32)"]
 
 
 class TestCandidates:
     def test_groups_up_to_the_leaves_and_what_fits_at_once(self):
-        one = candidates(PAPER, 1, eagle_like(16))
-        assert [c.groups for c in one if c.kernel == "serial"] == [1, 2, 4]
-        assert [c.groups for c in candidates(PAPER, 1, chain(8)) if c.kernel == "serial"] == [1]
-        assert [c.groups for c in candidates(PAPER, 64, eagle_like(64)) if c.kernel == "serial"] == [1]
+        def groups(*case):
+            return [c.groups for c in candidates(*case) if c.kernel == "serial"]
+
+        assert groups(PAPER, 1, eagle_like(16)) == [1, 2, 4]
+        assert groups(PAPER, 1, eagle_like(64)) == [1, 2, 4, 8]
+        assert groups(PAPER, 1, chain(8)) == [1]
+        assert groups(PAPER, 64, eagle_like(64)) == [1]
+        assert groups(WIDE, 1, eagle_like(129)) == [1, 2]
+
+    @pytest.mark.parametrize("shape", [PAPER, WIDE])
+    @pytest.mark.parametrize("sessions", [1, 16, 64])
+    def test_three_tiles_at_most_that_the_shape_can_have(self, shape, sessions):
+        for rows in (16, 32, 64, 129):
+            tiles = [c.tile for c in candidates(shape, sessions, eagle_like(rows)) if c.kernel == "factorised"]
+            assert 1 <= len(tiles) <= 3
+            assert len(set(tiles)) == len(tiles)
+            assert all(tile.part_k <= shape.key_width for tile in tiles)
+            assert all(tile.block_n == (16 if rows == 16 else 32) for tile in tiles)
+
+    def test_few_programs_get_narrow_tiles(self):
+        assert candidates(PAPER, 1, eagle_like(16))[-3].tile == FactorisedTile(16, 16, 256, 4)
+        assert max(c.tile.block_v for c in candidates(PAPER, 16, eagle_like(16)) if c.tile) == 32
 
     def test_exact_mode_chooses_among_serial_kernels(self):
-        times = {Candidate("serial"): 9.0, Candidate("serial", 2): 7.0, Candidate("factorised"): 5.0}
-        assert best(times, "exact") == Candidate("serial", 2)
-        assert best(times, "fast") == Candidate("factorised")
+        times = {Choice("serial"): 9.0, Choice("serial", 2): 7.0, Choice("factorised"): 5.0}
+        assert best(times, "exact") == Choice("serial", 2)
+        assert best(times, "fast") == Choice("factorised")
 
     def test_buckets(self):
         assert [bucket_rows(n) for n in (4, 16, 17, 65, 129)] == [16, 16, 32, 128, 129]

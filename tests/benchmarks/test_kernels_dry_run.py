@@ -1,0 +1,180 @@
+"""The whole flow of the kernel benchmark on small shapes, with direct calls in place of graphs."""
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import pytest
+from kernel_loops import recurrent
+
+from specla.benchmarks.kernels import (
+    candidates,
+    cases,
+    checks,
+    contenders,
+    correctness,
+    device,
+    measure,
+    preparation,
+    problem,
+    restore,
+    run,
+    sampler,
+)
+from specla.benchmarks.kernels.cases import DEEP, Case, Plan, goals_plan
+from specla.benchmarks.kernels.correctness import Errors
+from specla.benchmarks.kernels.preparation import Preparation
+from specla.benchmarks.kernels.replay import MissingLibraryError
+from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape
+from specla.benchmarks.kernels.timing import Graph
+from specla.benchmarks.kernels.topologies import tree
+from specla.benchmarks.kernels.tune import tune
+from specla.kernels.gpu.selector import LayerShape, Selector
+
+SMALL = {PAPER: Shape(PAPER.name, 1, 1, 32, 16), WIDE: Shape(WIDE.name, 1, 2, 16, 16)}
+FEW = {16: 2, 64: 3}
+"""Sessions in place of many."""
+
+
+class Direct:
+    """In place of a graph: runs its work when it is sampled."""
+
+    def __init__(self, work):
+        self.name, self.work = work.name, work
+
+    def _replace(self, *, name):
+        return Direct(self.work._replace(name=name))
+
+    def sample(self):
+        begun = time.perf_counter()
+        self.work.run()
+        return (time.perf_counter() - begun) * 1e6 / self.work.units
+
+
+def captured(work):
+    work.warm()
+    return Direct(work)
+
+
+def missing(kind):
+    raise MissingLibraryError("there is none")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The benchmark without a GPU: small shapes and trees under the names of the large ones."""
+    for name in cases.TREES:
+        monkeypatch.setitem(cases.TREES, name, lambda: tree(2, 2, 5))
+    monkeypatch.setattr(candidates, "BUCKETS", (5,))
+    monkeypatch.setattr(checks, "SIZES", {5: (5, 1)})
+    for module in (contenders, correctness, problem):
+        monkeypatch.setattr(module, "RING", 4)
+    monkeypatch.setattr(Graph, "capture", staticmethod(captured))
+    for module in (candidates, measure):
+        monkeypatch.setattr(module, "TUNING_ROUNDS", 1)
+    found = {"require": None, "describe": "a GPU, small", "name": "a GPU", "clocks": "unknown", "wake": None}
+    found |= {"copy_bandwidth": 4e12, "l2_bytes": 1}
+    for name, value in found.items():
+        monkeypatch.setattr(device, name, lambda value=value: value)
+    for module in (restore, preparation):
+        monkeypatch.setattr(module, "PAPER", SMALL[PAPER])
+    monkeypatch.setattr(restore, "LAYERS", 2)
+    monkeypatch.setattr(restore, "TOKENS", 4)
+    monkeypatch.setattr(restore, "PRODUCTS", ((8, 8),) * 4)
+    monkeypatch.setattr(restore, "ROUNDS", 2)
+    monkeypatch.setattr(sampler, "ROWS", 2)
+    monkeypatch.setattr(sampler, "VOCABULARY", 512)
+    monkeypatch.setattr(sampler, "ROUNDS", 1)
+    for module in (checks, run):
+        monkeypatch.setattr(module, "operation", lambda kind: recurrent)
+
+
+def small_plan(*places):
+    """The goals' cases at these places among them, and all that the goals' plan has beside them."""
+    found = [goals_plan().cases[i] for i in places]
+    shrunk = [replace(c, shape=SMALL[c.shape], sessions=FEW.get(c.sessions, c.sessions), rounds=1) for c in found]
+    return replace(goals_plan(), cases=tuple(shrunk), drift_steps=10, device="cpu", processes=1)
+
+
+class TestRun:
+    def test_goals_are_saved_as_they_come_in(self, small, tmp_path):
+        saved, said, path = [], [], tmp_path / "kernels.json"
+
+        def save(report):
+            report.write(path)
+            saved.append(json.loads(path.read_text()))
+
+        done = run.run(small_plan(0, 7), budget=600, say=said.append, save=save)
+        assert not [line for line in said if "FAILED" in line]
+        assert not [note for note in done.report.notes if note.startswith(("failed", "left out", "cannot"))]
+        known = [sum(math.isfinite(goal["got"]) for goal in made["goals"]) for made in saved]
+        assert known == sorted(known)
+        assert known[0] == 2  # the curves of drift alone
+        assert known[1] - known[0] == 2  # the tree of the first case, replayed singly and at once
+        assert known[-1] - known[0] == 6  # the largest tree, restoring in two ways and sampling, too
+        assert saved[-1]["rows"]
+        assert "shared by all layers" in saved[-1]["notes"]["method"]
+        assert sum(" s] " in line for line in said) >= 2 + 4  # cases; preparing, the bandwidth, restoring and sampling
+
+    def test_cases_are_left_out_when_the_time_is_spent(self, small):
+        done = run.run(small_plan(0), budget=0, say=lambda line: None, save=lambda report: None)
+        assert not done.timed
+        assert DEEP in done.report.notes["left out for lack of time, goals"]
+        assert done.restored  # costs little, and comes whatever the time
+
+    def test_without_the_library_its_goals_stay_open(self, small, monkeypatch):
+        for module in (checks, run):
+            monkeypatch.setattr(module, "operation", missing)
+        only = replace(small_plan(0), drift_steps=0, samplers=())
+        done = run.run(only, budget=600, say=lambda line: None, save=lambda report: None)
+        assert done.report.notes["replay rivals"] == "not measured: there is none"
+        assert [name for name in done.timed[only.cases[0].name].skipped if name.startswith("replay")]
+        assert math.isnan(done.report.goals[0].got)
+
+    def test_nothing_is_timed_when_a_kernel_is_wrong(self, small, monkeypatch):
+        def wrong(case, problem, contenders):
+            return [Errors(case, contender.name, 1.0, 0.0, 0.0, 1e-3) for contender in contenders]
+
+        monkeypatch.setattr(checks, "check", wrong)
+        only = replace(small_plan(0), drift_steps=0, samplers=())
+        with pytest.raises(run.WrongResultError, match="serial: o 1"):
+            run.run(only, budget=600, say=lambda line: None, save=lambda report: None)
+
+
+class TestPreparation:
+    def test_a_kernel_that_cannot_be_made_is_no_candidate(self, small, monkeypatch):
+        def cannot(problem, choice, **options):
+            raise candidates.UNFIT[1]("too many registers")
+
+        monkeypatch.setattr(checks, "Ours", cannot)
+        case = Case(shape=SMALL[PAPER], sessions=1, tree=DEEP, replay=())
+        prepared = Preparation(Plan(cases=(case,), samplers=(), drift_steps=0, device="cpu", processes=1)).result()
+        assert prepared.left_out == set(preparation.kernels_of([case]))
+        assert all("too many registers" in why for why in prepared.unfit.values())
+
+    def test_every_kernel_that_is_timed_has_a_task(self):
+        plan = goals_plan()
+        names = set(preparation.tasks(plan))
+        assert {str(kernel) for kernel in preparation.kernels_of(plan.cases)} <= names
+        assert len([name for name in names if name.startswith("replay")]) == 1
+
+
+class TestTune:
+    def test_writes_a_table_that_the_selector_reads(self, small, tmp_path):
+        cut = [Case(shape=SMALL[PAPER], sessions=1, tree=t, replay=()) for t in (DEEP, "chain of 4")]
+        plan = Plan(cases=tuple(cut), samplers=(), drift_steps=0, device="cpu", processes=1)
+        done = tune(plan, tmp_path / "table.json", budget=600, say=lambda line: None)
+        selector = Selector.read(tmp_path / "table.json")
+        assert selector.device == "a GPU"
+        (place,) = selector.measured
+        assert (place.shape, place.sessions, place.rows) == (LayerShape(32, 16, 1), 1, 5)
+        assert {cost.choice for cost in place.costs} == set(candidates.candidates(SMALL[PAPER], 1, tree(2, 2, 5)))
+        assert selector.choose("exact", place.shape, [tree(2, 2, 5)]).is_exact
+        assert len(done.report.rows) == 2 * len(place.costs)
