@@ -166,12 +166,14 @@ class Decoder:
 
 
 def random_plans(rng: random.Random, passes: int, most_rows: int, most_accepted: int) -> list[Plan]:
-    """Random trees of up to `most_rows` rows, each with a random path of 1 to `most_accepted` rows."""
+    """Random trees of up to `most_rows` rows, each with a path of 1 to `most_accepted` rows."""
     plans = []
     for _ in range(passes):
         topology = random_tree(rng, rng.randint(1, most_rows))
         ends = [row for row in range(len(topology)) if topology.depth[row] < most_accepted]
-        plans.append(Plan(topology, topology.path(rng.choice(ends))))
+        # Of two ends the deeper one that has rejected rows before it: theirs are the wrong taps and states.
+        end = max(rng.choice(ends), rng.choice(ends), key=lambda row: (row > topology.depth[row], topology.depth[row]))
+        plans.append(Plan(topology, topology.path(end)))
     return plans
 
 

@@ -19,11 +19,13 @@ class Case:
     """Texts of several sessions with the plans that cover them."""
 
     def __init__(self, dims: Dims, bucket: Bucket, sessions: int, passes: int, accepted: int, device: torch.device):
-        rng, generator = random.Random(dims.key_width), torch.Generator().manual_seed(3)
+        rng, generator = random.Random(2 * dims.key_width), torch.Generator().manual_seed(3)
         self.dims, self.bucket, self.accepted = dims, bucket, accepted
         most_rows = min(bucket.tree_rows, bucket.rows // sessions)
         # Sessions end after different numbers of passes.
         self.plans = [random_plans(rng, passes - b, most_rows, accepted) for b in range(sessions)]
+        if bucket.tree_rows > 2:  # somewhere an accepted row follows a rejected one
+            assert any(plan.path[-1] >= len(plan.path) > 1 for plans in self.plans for plan in plans)
         lengths = [sum(len(plan.path) for plan in plans) for plans in self.plans]
         self.texts = [Inputs.random(dims, length, generator, device) for length in lengths]
         self.pool_rows = bucket.tree_rows + bucket.pending + bucket.taps - 1
@@ -93,7 +95,7 @@ def check(case: Case, kernels: list[str]) -> None:
 
 
 def test_a_few_passes(device: torch.device) -> None:
-    bucket = Bucket(sessions=3, rows=9, tree_rows=4, pending=4, groups=2)
+    bucket = Bucket(sessions=3, rows=12, tree_rows=6, pending=4, groups=2)
     check(Case(Dims(1, 1, 16, 16), bucket, 2, 4, 3, device), ["serial", "factorised"])
 
 
