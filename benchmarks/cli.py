@@ -276,6 +276,7 @@ def kernels(
     from specla.benchmarks.kernels import run as work
     from specla.benchmarks.kernels.device import NoDeviceError
     from specla.benchmarks.kernels.pictures import draw
+    from specla.benchmarks.kernels.preparation import TaskError
     from specla.benchmarks.kernels.tune import tune as measure_table
 
     console = Console(stderr=True, highlight=False)
@@ -293,7 +294,7 @@ def kernels(
         else:
             plan = cases.goals_plan() if only == "goals" else cases.full_plan()
             done = work.run(plan, budget=budget, say=say, save=save)
-    except (work.WrongResultError, NoDeviceError) as error:
+    except (work.WrongResultError, TaskError, NoDeviceError) as error:
         console.print(f"refused: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if pictures is not None:

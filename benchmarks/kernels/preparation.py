@@ -38,6 +38,10 @@ MODES: tuple[Mode, ...] = ("exact", "fast")
 Task = Callable[[], object]
 
 
+class TaskError(RuntimeError):
+    """A task could not be carried out: what it was to prove is not proved."""
+
+
 class Prepared(NamedTuple):
     """What preparing gave.
 
@@ -83,16 +87,16 @@ class Preparation:
         count = min(len(self._tasks), plan.processes or len(os.sched_getaffinity(0)))
         if count > 1:
             self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-            self._futures = {name: self._pool.submit(_timed, task) for name, task in self._tasks.items()}
+            self._futures = {name: self._pool.submit(_timed, name, task) for name, task in self._tasks.items()}
 
     def result(self) -> Prepared:
         """What all tasks gave; their processes end.
 
         Raises:
-            Exception: whatever a check raised, but for what says that a kernel cannot be made.
+            TaskError: a task failed otherwise than by a kernel that cannot be made.
         """
         if self._pool is None:
-            done = {name: _timed(task) for name, task in self._tasks.items()}
+            done = {name: _timed(name, task) for name, task in self._tasks.items()}
         else:
             with self._pool:
                 done = {name: future.result() for name, future in self._futures.items()}
@@ -150,8 +154,11 @@ def _drifted(mode: Mode, steps: int, device: str) -> Drifted:
     return Drifted(mode, drift(PAPER, mode, steps=steps, device=device))
 
 
-def _timed(task: Task) -> tuple[float, object]:
+def _timed(name: str, task: Task) -> tuple[float, object]:
     """A task's seconds and what it gave."""
     begun = time.monotonic()
-    found = task()
+    try:
+        found = task()
+    except Exception as error:  # not every exception survives the way from another process
+        raise TaskError(f"{name}: {type(error).__name__}: {error}") from error
     return time.monotonic() - begun, found

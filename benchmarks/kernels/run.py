@@ -94,6 +94,7 @@ def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) 
 
     Raises:
         WrongResultError: a kernel or rival is not correct.
+        TaskError: one could not be checked.
         NoDeviceError: there is no GPU.
     """
     device.require()

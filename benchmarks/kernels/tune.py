@@ -37,6 +37,7 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
 
     Raises:
         WrongResultError: a kernel is not correct.
+        TaskError: one could not be checked.
         NoDeviceError: there is no GPU.
     """
     device.require()

@@ -159,6 +159,13 @@ class TestPreparation:
         assert prepared.left_out == set(preparation.kernels_of([case]))
         assert all("too many registers" in why for why in prepared.unfit.values())
 
+    def test_a_check_that_breaks_off_is_named(self, small, monkeypatch):
+        monkeypatch.setattr(checks, "Ours", None)
+        case = Case(shape=SMALL[PAPER], sessions=1, tree=DEEP, replay=())
+        plan = Plan(cases=(case,), samplers=(), drift_steps=0, device="cpu", processes=1)
+        with pytest.raises(preparation.TaskError, match=r"8 heads of 256, up to 5 rows.*TypeError"):
+            Preparation(plan).result()
+
     def test_every_kernel_that_is_timed_has_a_task(self):
         plan = goals_plan()
         names = set(preparation.tasks(plan))
