@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,17 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
 def test_a_table_without_an_exact_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="exact choice"):
         Selector("a device", [place(Cost(FACTORISED, 6, 0.2, 0))])
+
+
+def test_the_shipped_table_chooses_by_mode() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selector = Selector.for_device("NVIDIA H200")
+    for topologies in ([Topology.root_only()], [chain(16)], [STAR], [chain(16)] * 16, [chain(129)]):
+        assert selector.choose("exact", SHAPE, topologies).is_exact
+    assert selector.choose("fast", SHAPE, [random_tree(random.Random(1), 16)]).kernel == "factorised"
+
+
+def test_an_unknown_device_is_told() -> None:
+    with pytest.warns(UserWarning, match="no table of kernel times for a device"):
+        Selector.for_device("a device")
