@@ -38,6 +38,8 @@ from specla.benchmarks.kernels.topologies import tree
 from specla.benchmarks.kernels.tune import tune
 from specla.kernels.gpu.selector import LayerShape, Selector
 
+pytestmark = pytest.mark.timeout(400)  # interpreted kernels, on cores that others may use
+
 SMALL = {PAPER: Shape(PAPER.name, 1, 1, 32, 16), WIDE: Shape(WIDE.name, 1, 2, 16, 16)}
 FEW = {16: 2, 64: 3}
 """Sessions in place of many."""
