@@ -15,6 +15,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling, SessionSampling
 
 _FIELDS = 6  # row, id, bias, repetition, subtracted, banned
@@ -35,13 +36,11 @@ class LogitEntries:
         self.shape = (rows, vocab_size)
         self.capacity = capacity
         size = _HEADER + _FIELDS * capacity
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._upload = Upload(size, device)
+        self.buffer = self._upload.buffer
 
     def fill(self, rows: RowSampling) -> None:
         """Puts in what these rows' sessions ask for, penalties counting each row's own path.
-
-        The copy is asynchronous: fill again only after a pass that used the former contents has been waited for.
 
         Raises:
             ValueError: more rows than logits, a session of another vocabulary, or more entries than there is room for.
@@ -59,11 +58,11 @@ class LogitEntries:
         if count > self.capacity:
             raise ValueError(f"{count} logits change, with room for {self.capacity}: give a larger capacity")
         used = _HEADER + _FIELDS * count
-        host = self._host.numpy()
+        host = self._upload.words()
         host[0] = count
         if found:
             host[_HEADER:used] = np.concatenate(found).reshape(-1)
-        self.buffer[:used].copy_(self._host[:used], non_blocking=True)
+        self._upload.send(used)
 
 
 @triton.jit

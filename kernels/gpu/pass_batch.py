@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.gpu.schedule import schedule
+from specla.kernels.gpu.upload import Upload
 from specla.kernels.topology import MAX_ROWS, Topology
 
 NO_SLOT = -1
@@ -148,11 +149,9 @@ class PassBatch:
         shapes = bucket.shapes()
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         places = {name: -(-size // ALIGNED) * ALIGNED for name, size in sizes.items()}
-        pinned = torch.device(device).type == "cuda"
-        self._host = torch.empty(sum(places.values()), dtype=torch.int32, pin_memory=pinned)
-        self.buffer = torch.empty(sum(places.values()), dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event() if pinned else None
-        flat, self._arrays, at = self._host.numpy(), {}, 0
+        self._upload = Upload(sum(places.values()), device)
+        self.buffer = self._upload.buffer
+        flat, self._arrays, at = self._upload.words(), {}, 0
         for name, shape in shapes.items():
             setattr(self, name, self.buffer[at : at + sizes[name]].view(shape))
             self._arrays[name] = flat[at : at + sizes[name]].reshape(shape)
@@ -168,9 +167,7 @@ class PassBatch:
         """
         arrays, bucket = self._arrays, self.bucket
         _check(sessions, bucket)
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the former contents may still be reading the host's side
-        self._host.zero_()
+        self._upload.words().fill(0)
         arrays["slot"].fill(NO_SLOT)
         arrays["row_session"].fill(-1)
         arrays["history"].fill(ZEROS)
@@ -198,9 +195,7 @@ class PassBatch:
                 arrays["schedule"][b, group, : len(words_of_group)] = words_of_group
             at += n
         arrays["row_start"][len(sessions) :] = at
-        self.buffer.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._upload.send()
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling
 
 _MASK_32 = 0xFFFFFFFF
@@ -72,10 +73,8 @@ class SamplerRows:
             raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
         self.vocab_size = vocab_size
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
-        self._host = torch.zeros(8, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.buffer = torch.zeros(8, rows, dtype=torch.int32, device=device)
-        self._ints = self._host.numpy()
-        self._floats = self._ints.view(np.float32)
+        self._upload = Upload(8 * rows, device)
+        self.buffer = self._upload.buffer.view(8, rows)
         self.used, self.top_k = self.buffer[0], self.buffer[1]
         self.seed, self.position = self.buffer[2:4].view(-1).view(rows, 2), self.buffer[4]
         self.temperature, self.top_p, self.log_min_p = self.buffer[5:].view(torch.float32)
@@ -88,19 +87,18 @@ class SamplerRows:
     def fill(self, rows: RowSampling) -> None:
         """Puts these rows' parameters into the first places and leaves the others unused.
 
-        The copy is asynchronous: fill again only after a pass that used the former contents has been waited for.
-
         Raises:
             ValueError: more rows than places, or a session of another vocabulary.
         """
-        count, places = len(rows.row_session), self._host.shape[1]
+        count, places = len(rows.row_session), self.buffer.shape[1]
         if count > places or len(rows.positions) != count:
             raise ValueError(f"{count} rows with {len(rows.positions)} positions: give one each, at most {places}")
         for session in rows.sessions:
             if session.vocab_size != self.vocab_size:
                 raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.vocab_size}")
-        self._host.zero_()
-        ints, floats = self._ints, self._floats
+        ints = self._upload.words().reshape(8, places)
+        floats = ints.view(np.float32)
+        ints.fill(0)
         seeds = ints[2:4].reshape(-1, 2)
         for row, (index, position) in enumerate(zip(rows.row_session, rows.positions, strict=True)):
             params = rows.sessions[index].params
@@ -111,7 +109,7 @@ class SamplerRows:
             floats[5, row] = params.temperature
             floats[6, row] = params.top_p
             floats[7, row] = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        self.buffer.copy_(self._host, non_blocking=True)
+        self._upload.send()
 
     @property
     def device(self) -> torch.device:
