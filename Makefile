@@ -60,7 +60,8 @@ test: $(DEV) ## all tests that need no GPU
 test-gpu: $(if $(PYTEST),,$(DEV)) ## tests on a CUDA device; PYTEST="pytest -n 8" takes what is installed
 	$(if $(PYTEST),$(AS_INSTALLED) $(PYTEST),$(BIN)/pytest) -m gpu
 
-# memcheck sees addresses outside of what was allocated, racecheck races between the threads of one program.
+# memcheck sees addresses outside of what was allocated, racecheck races over shared memory. Races over global memory (the
+# tile between groups, kept states) are a matter of the tests that compare bits.
 sanitize-gpu: $(if $(PYTEST),,$(DEV)) ## compute-sanitizer on small launches of all kernels; PYTEST=... as above
 	for tool in "memcheck --report-api-errors no" racecheck; do \
 		$(if $(PYTEST),$(AS_INSTALLED)) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool \

@@ -81,6 +81,7 @@ def launch_layer(groups: int) -> None:
     _refuse_nan(o)
     if groups == 1:
         for tile in (FactorisedTile(16, 16), FactorisedTile(32, 16)):
+            o.fill_(float("nan"))
             verify_factorised(rows, state, pool, batch, o, tile)
             _refuse_nan(o)
     flush(state, pool, batch.slot, batch.pending, batch.pending_len)

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Collection, Sequence
 
 import torch
-from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from specla.benchmarks.kernels.contenders import Ours
@@ -30,8 +29,8 @@ _PROCESSORS = 132
 _RESIDENT = _PROCESSORS * 16  # programs of one warp beyond which more groups only wait
 _NARROW = 16  # columns of the narrowest tile
 
-UNFIT = (OutOfResources, PTXASError, CompilationError)
-"""What a kernel that the GPU or the compiler cannot make raises: it is then no candidate."""
+UNFIT = (OutOfResources, PTXASError)
+"""What a kernel raises that the GPU cannot hold: it is then no candidate. Any other error is a fault of ours."""
 
 
 def bucket_rows(rows: int) -> int:

@@ -1,4 +1,7 @@
-"""The checks that come before any timing: every kernel and rival that will be timed, on random trees and chains.
+"""The checks that come before any timing: all forms of our kernels and all rivals, on random trees and chains.
+
+A form is checked with the deferred and the stand-alone commit; a ring is the same form with `write_state` unset in some
+passes, which tests/kernels/gpu proves.
 
 Outputs are compared in float32 and once more as they are timed, rounded to the model's dtype; so a check also compiles
 what it proves (see preparation.py).
@@ -69,6 +72,7 @@ def check_kernel(kernel: Kernel, device: str) -> Checked:
         errors = check(case, made, [contender])
         if not untouched(made, contender):
             errors.append(errors[0]._replace(name=f"{contender.name}, which wrote elsewhere", outputs=math.inf))
+        errors += check(case, made, [StandAlone(made, kernel.choice, output=torch.float32)])
         errors += _rounded(case, made, make)
     except UNFIT as error:
         return Checked([], {str(kernel): reason(error)})
@@ -110,7 +114,7 @@ def check_replays(shape: Shape, device: str, kind: Kind = "recurrent") -> Checke
 
 def _random_trees(shape: Shape, rows: int, device: str) -> Problem:
     trees = [random_tree(n, seed) for seed, n in enumerate(SIZES[rows])]
-    return Problem.make(shape, trees, accepted=_ACCEPTED, layers=2, device=device, tree_rows=rows)
+    return Problem.make(shape, trees, accepted=_ACCEPTED, layers=2, device=device, tree_rows=rows, spare_rows=3)
 
 
 def _snapshots(case: str, made: Problem, *, tree: bool) -> list[Errors]:

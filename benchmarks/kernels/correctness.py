@@ -88,7 +88,11 @@ def check(case: str, problem: Problem, contenders: Sequence[Contender]) -> list[
 
 
 def untouched(problem: Problem, contender: Ours) -> bool:
-    """Whether a pass left the pool's pending rows as they were, and wrote nothing for rows that belong to nobody."""
+    """Whether a pass left the pool's pending rows as they were, and wrote nothing for rows that belong to nobody.
+
+    A problem without such rows proves nothing and is false.
+    """
     pairs = zip(contender.pool[:3], problem.pool[:3], strict=True)
     kept = all(torch.equal(after[:, :, :RING], before[:, :, :RING]) for after, before in pairs)
-    return kept and bool(contender.outputs(0)[problem.used_rows :].isnan().all())
+    nobodys = contender.outputs(0)[problem.used_rows :]
+    return kept and len(nobodys) > 0 and bool(nobodys.isnan().all())

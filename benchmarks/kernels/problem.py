@@ -63,6 +63,7 @@ class Problem:
         device: torch.device | str,
         dtype: torch.dtype = torch.bfloat16,
         tree_rows: int | None = None,
+        spare_rows: int = 0,
         seed: int = 0,
     ) -> Problem:
         """A pass of random inputs (see inputs.py).
@@ -76,6 +77,7 @@ class Problem:
             device: where everything lies.
             dtype: the model's.
             tree_rows: N of the bucket; the largest tree if unset.
+            spare_rows: row places that no session uses.
             seed: of the inputs.
         """
         draw = Inputs(shape, dtype=dtype, device=device, seed=seed)
@@ -83,7 +85,7 @@ class Problem:
         tree_rows = tree_rows or max(len(t) for t in topologies)
         paths = [deepest_path(t) for t in topologies]
         length = min(accepted, *(len(path) for path in paths))
-        rows = draw.rows(max(used, tree_rows))
+        rows = draw.rows(max(used, tree_rows) + spare_rows)
         sizes = (shape.heads, shape.value_heads, shape.key_width, shape.value_width)
         flat = FactorPool.empty(layers * B, POOL_ROWS, *sizes, dtype, device)
         pool = FactorPool(*(x.view(layers, B, *x.shape[1:]) for x in flat))

@@ -110,8 +110,12 @@ def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) 
         prepared = preparation.result()
     say("longest: " + ", ".join(f"{name} {s:.1f} s" for name, s in prepared.longest(6)))
     note_checks(notes, prepared, say)
-    if not all(error.passed for error in prepared.replays):
+    unusable = [name for name in prepared.unfit if name.startswith("replay")]
+    wrong = [str(error) for error in prepared.replays if not error.passed]
+    if operations and (wrong or unusable):
         operations = {}
+        notes["replay rivals"] = f"not timed: {'; '.join(unusable + wrong)}"
+        say(f"replay rivals are not timed: {notes['replay rivals']}")
     made.drifts = prepared.drifts
     notes["seconds of checks"] = round(clock.elapsed, 1)
     gc.collect()

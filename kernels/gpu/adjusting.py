@@ -1,6 +1,7 @@
 """Bias, penalties and bans on a GPU: single logits of single rows, changed in place before `sample`.
 
-A row that asks for nothing costs nothing, and penalties of a tree are a few entries a row, never a copy of the logits.
+A row that asks for nothing costs nothing. Presence and frequency penalties make an entry for every distinct id of the
+output, a repetition penalty for those of the prompt, too, in each row: capacity is rows x distinct ids at most.
 The order for one logit is that of `sampling.adjusted_logits`: bias, repetition, presence and frequency, ban.
 """
 

@@ -1,8 +1,9 @@
 """The deferred commit on a GPU: pending factors applied to a tile of the state, inside every verification kernel.
 
-`apply_pending` is the only code that turns accepted factors into state, one token after the other and with the same
-operations as a serial step (s <- alpha s, then s <- fma(k, u, s)), so a state has the bits of plain decoding however
-it was reached. `flush` does it alone, for sessions that are about to sit out, to move or to be saved.
+`apply_pending` is the only code in exact mode that turns accepted factors into state: one token after the other and
+with the operations of a serial step (s <- alpha s, then s <- fma(k, u, s)), so a state has the bits of plain decoding
+however it was reached. `flush` does it alone, for sessions that are about to sit out, to move or to be saved. The
+factorised kernel has a form of its own (factorised.py).
 """
 
 from __future__ import annotations
@@ -184,11 +185,14 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
     layers = state.shape[0] if state.dim() == 5 else 1
     check_state(state, pool)
     sessions = slot.shape[0]
-    if pending.shape[0] != sessions or pending_len.shape != (sessions,):
+    named = (slot, pending, pending_len)
+    fits = slot.shape == pending_len.shape == (sessions,) and pending.dim() == 2 and pending.shape[0] == sessions
+    if not fits or any(x.dtype != torch.int32 for x in named):
         raise ValueError(
             f"slot {list(slot.shape)}, pending {list(pending.shape)}, pending_len {list(pending_len.shape)}: "
-            "give [B], [B, P] and [B]"
+            "give int32 [B], [B, P] and [B]"
         )
+    check_places(*named, state=state, aligned=False)
     block_k = triton.next_power_of_2(key_width)
     block_v = min(triton.next_power_of_2(value_width), max(16, _FLUSH_TILE // block_k))
     flush_kernel[(triton.cdiv(value_width, block_v), value_heads, layers * sessions)](
@@ -233,6 +237,20 @@ def check_state(state: Tensor, pool: FactorPool) -> None:
             f"{list(pool.u.shape)}, g {list(pool.g.shape)}: want state [slots, HV, K, V], k [slots, F, H, K], "
             "u [slots, F, HV, V] and g [slots, F, HV], all but k in float32, HV a multiple of H"
         )
-    tensors = (state, pool.k, pool.u, pool.g)
-    if not all(x.is_contiguous() for x in tensors) or len({x.device for x in tensors}) > 1:
-        raise ValueError("state and pool must be contiguous and on one device")
+    check_places(state, pool.k, pool.u, state=state)
+    check_places(pool.g, state=state, aligned=False)
+
+
+def check_places(*tensors: Tensor, state: Tensor, aligned: bool = True) -> None:
+    """Raises ValueError unless the tensors lie as the kernels read them.
+
+    Args:
+        tensors: to be contiguous and on the state's device.
+        state: whose device counts.
+        aligned: whether they must begin at a multiple of 16 bytes: other beginnings would compile to another form,
+            whose sums may have another order.
+    """
+    if not all(x.is_contiguous() and x.device == state.device for x in tensors):
+        raise ValueError("state, pool, rows, outputs, batch and workspace must be contiguous and on one device")
+    if aligned and any(x.data_ptr() % 16 for x in tensors):
+        raise ValueError("state, pool, q, k, v, outputs and workspace must begin at a multiple of 16 bytes")

@@ -248,3 +248,4 @@ def _check(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on "
                 f"{batch.device} that starts at a multiple of {_ALIGNED} bytes"
             )
+    batch.bind(slots=slots, pool_rows=factors)

@@ -46,7 +46,7 @@ class FactorisedTile(NamedTuple):
     block_v: int
     """Columns of V a program: 16, 32 or 64."""
     part_k: int = 256
-    """Rows of S in one step of the sweep over K; a power of two from 16 on."""
+    """Rows of S in one step of the sweep over K: 16, 32, 64, 128 or 256."""
     warps: int = 4
 
 
@@ -337,6 +337,8 @@ def verify_factorised(
     check_layer(rows, state, pool, batch, o)
     bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
     tile = tile or factorised_tile(bucket.tree_rows)
+    if tile.block_n not in (16, 32) or tile.block_v not in (16, 32, 64) or tile.part_k not in (16, 32, 64, 128, 256):
+        raise ValueError(f"{tile}: want block_n 16 or 32, block_v 16, 32 or 64, part_k a power of two from 16 to 256")
     block_k = triton.next_power_of_2(key_width)
     verify_factorised_kernel[(triton.cdiv(value_width, tile.block_v), value_heads, bucket.sessions)](
         *rows,

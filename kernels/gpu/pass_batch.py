@@ -149,6 +149,8 @@ class PassBatch:
         shapes = bucket.shapes()
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         places = {name: -(-size // ALIGNED) * ALIGNED for name, size in sizes.items()}
+        self._bounds: tuple[int, int] | None = None
+        self._largest = (NO_SLOT, ZEROS)
         self._upload = Upload(sum(places.values()), device)
         self.buffer = self._upload.buffer
         flat, self._arrays, at = self._upload.words(), {}, 0
@@ -163,10 +165,14 @@ class PassBatch:
 
         Raises:
             ValueError: more sessions, rows or pending factors than the bucket holds, slots or pool rows that are below
-                0 or named twice, a history of another length; the batch keeps its former contents.
+                0, named twice or beyond the store that the batch is bound to, a history of another length; the batch
+                keeps its former contents.
         """
         arrays, bucket = self._arrays, self.bucket
         _check(sessions, bucket)
+        largest = _largest(sessions)
+        self._refuse_outside(largest)
+        self._largest = largest
         self._upload.words().fill(0)
         arrays["slot"].fill(NO_SLOT)
         arrays["row_session"].fill(-1)
@@ -197,10 +203,31 @@ class PassBatch:
         arrays["row_start"][len(sessions) :] = at
         self._upload.send()
 
+    def bind(self, *, slots: int, pool_rows: int) -> None:
+        """Holds this and all later contents to a store of so many slots and pool rows; a kernel's wrapper calls it.
+
+        Raises:
+            ValueError: the contents name a slot or a pool row beyond, or the batch is bound to another store.
+        """
+        if self._bounds not in (None, (slots, pool_rows)):
+            raise ValueError(f"the batch is bound to {self._bounds} slots and pool rows, not {(slots, pool_rows)}")
+        self._bounds = (slots, pool_rows)
+        self._refuse_outside(self._largest)
+
+    def _refuse_outside(self, largest: tuple[int, int]) -> None:
+        if self._bounds is not None and any(x >= bound for x, bound in zip(largest, self._bounds, strict=True)):
+            raise ValueError(f"slot and pool row {largest} lie beyond the store's {self._bounds}")
+
     @property
     def device(self) -> torch.device:
         """Where the arrays are."""
         return self.buffer.device
+
+
+def _largest(sessions: Sequence[SessionPass]) -> tuple[int, int]:
+    """The largest slot and the largest pool row that are named."""
+    rows = (row for s in sessions for row in (*s.pool_rows, *s.pending, *s.history))
+    return max((s.slot for s in sessions), default=NO_SLOT), max(rows, default=ZEROS)
 
 
 def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:

@@ -78,6 +78,7 @@ class Measured:
     costs: tuple[Cost, ...]
 
 
+@lru_cache(maxsize=4096)
 def features(choice: Choice, topology: Topology) -> tuple[int, int]:
     """What a choice's time depends on in a tree: steps of the longest group and fetches, or rounds and 0."""
     if choice.kernel == "serial":
@@ -139,7 +140,11 @@ class Selector:
             topologies: one a session of the pass, at least one.
         """
         place = self._nearest(shape, len(topologies), max(len(t) for t in topologies))
+        leaves = max(sum(not children for children in t.children) for t in topologies)
         allowed = [c for c in place.costs if mode == "fast" or c.choice.is_exact]
+        # More groups than leaves leave programs idle; the least number of groups always remains.
+        fewest = min(c.choice.groups for c in allowed if c.choice.is_exact)
+        allowed = [c for c in allowed if c.choice.groups <= max(leaves, fewest)]
         return min(allowed, key=lambda cost: cost.predict(topologies)).choice
 
     def _nearest(self, shape: LayerShape, sessions: int, rows: int) -> Measured:

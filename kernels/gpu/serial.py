@@ -24,6 +24,7 @@ from torch import Tensor
 from specla.kernels.gpu.commit import (
     AT_ONCE,
     apply_pending,
+    check_places,
     check_state,
     key_order,
     load_key,
@@ -56,7 +57,10 @@ class SerialWorkspace(NamedTuple):
     """What the serial kernels keep during one launch; one serves all layers and passes of a bucket."""
 
     kept: Tensor
-    """float32, the states kept where trees branch: [B, groups, HV, tiles of V, PLACES, BK, BV]."""
+    """float32, the states kept where trees branch: [B, groups, HV, tiles of V, places, BK, BV].
+
+    PLACES states of HV K V floats a program: 16 MiB a session and group with 8 heads of 256 x 256.
+    """
     arrived: Tensor
     """int32 [B, HV, tiles of V], programs that have read a tile in this launch; 0 between launches."""
 
@@ -64,20 +68,28 @@ class SerialWorkspace(NamedTuple):
     def empty(
         cls, bucket: Bucket, value_heads: int, key_width: int, value_width: int, device: torch.device | str
     ) -> SerialWorkspace:
-        """For a bucket and a layer's shape; trees need the kept states, chains of one group (tree_rows 1) none."""
+        """For a bucket and a layer's shape. Trees of one or two rows never branch and keep no state."""
+        kept, arrived = cls.shapes(bucket, value_heads, key_width, value_width)
+        return cls(torch.empty(kept, device=device), torch.zeros(arrived, dtype=torch.int32, device=device))
+
+    @staticmethod
+    def shapes(
+        bucket: Bucket, value_heads: int, key_width: int, value_width: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of `kept` and `arrived`."""
         tile = serial_tile(key_width)
         tiles = triton.cdiv(value_width, tile.block_v)
         places = PLACES if bucket.tree_rows > 2 else 1
         kept = (bucket.sessions, bucket.groups, value_heads, tiles, places, tile.block_k, tile.block_v)
-        return cls(
-            torch.empty(kept, device=device),
-            torch.zeros(bucket.sessions, value_heads, tiles, dtype=torch.int32, device=device),
-        )
+        return kept, (bucket.sessions, value_heads, tiles)
 
 
 @triton.jit
 def _store_tile(p_tile, s, mask, p_arrived, n_groups, GROUPS: tl.constexpr):
-    """Stores the committed tile; with several groups the last program that has read the old one does."""
+    """Stores the committed tile; with several groups the last program that has read the old one does.
+
+    The release orders every program's reads before its arrival; the winner's store depends on the count it was told.
+    """
     if GROUPS == 1:
         tl.store(p_tile, s, mask=mask)
     else:
@@ -259,9 +271,14 @@ def verify_serial(
     bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
     tile = serial_tile(key_width)
     tiles = triton.cdiv(value_width, tile.block_v)
+    shapes = tuple(workspace.kept.shape), tuple(workspace.arrived.shape)
+    if shapes != SerialWorkspace.shapes(bucket, value_heads, key_width, value_width):
+        raise ValueError(
+            f"workspace {list(workspace.kept.shape)} was not made for {bucket} and {value_heads} heads of "
+            f"{key_width} x {value_width}"
+        )
+    check_places(*workspace, state=state)
     places = workspace.kept.shape[4]
-    if workspace.kept.shape[:4] != (bucket.sessions, bucket.groups, value_heads, tiles):
-        raise ValueError(f"workspace {list(workspace.kept.shape)} was not made for {bucket} and {value_heads} heads")
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
         *rows,
         state,
@@ -326,6 +343,6 @@ def check_layer(rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBat
             f"{list(state.shape)}: want q, k [R, H, K] and v [R, HV, V] in the pool's dtype, g, beta [R, HV] in "
             "float32, o [R, HV, V]"
         )
-    tensors = (*rows, o)
-    if not all(x.is_contiguous() and x.device == state.device for x in tensors) or batch.device != state.device:
-        raise ValueError("rows, o and batch must be contiguous and on the state's device")
+    check_places(*rows[:3], o, batch.buffer, state=state)
+    check_places(*rows[3:], state=state, aligned=False)
+    batch.bind(slots=state.shape[0], pool_rows=pool.k.shape[1])

@@ -31,4 +31,4 @@ class Upload:
         """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream."""
         self.buffer[:words].copy_(self._host[:words], non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self.buffer.device))

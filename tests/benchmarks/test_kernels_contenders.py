@@ -24,10 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = Shape("tiny", 1, 2, 32, 16)
 
 
-def problem(topologies, accepted=2, layers=2, shape=TINY, seed=0):
-    return Problem.make(
-        shape, topologies, accepted=accepted, layers=layers, device=DEVICE, dtype=torch.float32, seed=seed
-    )
+def problem(topologies, accepted=2, layers=2, shape=TINY, seed=0, spare_rows=0):
+    sizes = {"accepted": accepted, "layers": layers, "spare_rows": spare_rows, "seed": seed}
+    return Problem.make(shape, topologies, device=DEVICE, dtype=torch.float32, **sizes)
 
 
 class TestReference:
@@ -59,7 +58,7 @@ class TestReference:
 class TestContenders:
     @pytest.mark.parametrize("choice", [Choice("serial"), Choice("serial", 2), Choice("factorised")])
     def test_ours_defer_the_commit(self, choice):
-        made = problem([random_tree(7, 3), random_tree(4, 4)])
+        made = problem([random_tree(7, 3), random_tree(4, 4)], spare_rows=2)
         ours = Ours(made, choice, output=torch.float32)
         (errors,) = check("trees", made, [ours])
         assert errors.passed, str(errors)

@@ -139,6 +139,28 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     other = PassBatch(replace(layer.batch.bucket, groups=2), device)
     with pytest.raises(ValueError, match="was not made for"):
         verify_serial(rows, layer.state, layer.pool, other, layer.o, workspace)
+    chains = SerialWorkspace.empty(replace(layer.batch.bucket, tree_rows=2), 2, 16, 16, device)
+    narrow = SerialWorkspace.empty(layer.batch.bucket, 2, 8, 16, device)
+    for unfit in (chains, narrow, workspace._replace(arrived=workspace.arrived[1:])):
+        with pytest.raises(ValueError, match="was not made for"):
+            verify_serial(rows, layer.state, layer.pool, layer.batch, layer.o, unfit)
+    with pytest.raises(ValueError, match="block_n 16 or 32"):
+        verify_factorised(rows, layer.state, layer.pool, layer.batch, layer.o, FactorisedTile(64, 16))
+    shifted = torch.empty(layer.o.numel() + 1, device=device)[1:].view(layer.o.shape)
+    refused("16 bytes", o=shifted)
+
+
+def test_a_batch_is_held_to_the_store_that_it_was_used_with(device: torch.device) -> None:
+    layer = make_layer(SMALL, [FORK], device, pending=1)
+    serial(layer)
+    slots, rows = layer.state.shape[0], layer.pool.k.shape[1]
+    session = layer.sessions[0]
+    for beyond in (replace(session, slot=slots), replace(session, pool_rows=[*session.pool_rows[1:], rows])):
+        with pytest.raises(ValueError, match="beyond the store"):
+            layer.batch.fill([beyond])
+    layer.batch.fill([session])
+    with pytest.raises(ValueError, match="bound to"):
+        layer.batch.bind(slots=slots + 1, pool_rows=rows)
 
 
 # ------------------------------------------------------------------------------------------ on a GPU alone
