@@ -19,9 +19,9 @@ _MOST_ROWS = 24  # of one result in README; all of them, and what they were made
 
 
 def figure(value: float) -> str:
-    """A number of four significant digits at most: 0.9712, 12.4, 1520."""
+    """A number of four significant digits at most: 0.9712, 12.4, 1520, 3.062e-06."""
     text = f"{value:.4g}"
-    return f"{value:.0f}" if "e" in text and abs(value) < 1e9 else text
+    return f"{value:.0f}" if "e" in text and 1 <= abs(value) < 1e9 else text
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -158,12 +158,6 @@ class Selector:
         return min(self.measured, key=distance)
 
 
-@lru_cache(maxsize=8)
-def selector_for(device: str) -> Selector:
-    """`Selector.for_device`, read once."""
-    return Selector.for_device(device)
-
-
 def _place_to(place: Measured) -> dict[str, Any]:
     costs = [
         {

@@ -160,3 +160,9 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     assert tool.with_figures(README.replace(tool.END, "77 times as fast\n" + tool.END), tool.block(tmp_path)) != (
         README.replace(tool.END, "77 times as fast\n" + tool.END)
     )
+
+
+def test_small_and_large_figures_keep_their_digits() -> None:
+    figure = load_tool("readme_figures").figure
+    values = [3.0621e-06, 1e-05, 0.97123, 12.4, 1520, 12345.6, 0.0]
+    assert [figure(x) for x in values] == ["3.062e-06", "1e-05", "0.9712", "12.4", "1520", "12346", "0"]
