@@ -18,8 +18,13 @@ from specla.kernels.gpu.factor_pool import FactorPool
 AT_ONCE = 4
 """Pending factors whose loads are in flight together."""
 
-_FLUSH_TILE = 8192  # elements of one program's tile
+LINE = tl.constexpr(32)
+"""float32 of one cache line."""
+
 _FLUSH_WARPS = 4
+_FLUSH_ROWS = 8  # of S a thread, at most
+_FLUSH_COLUMNS = 256  # of S a program, at most
+_FLUSH_ASKED = 16  # pending factors whose lines are asked for at once, at most
 
 
 @triton.jit
@@ -41,8 +46,14 @@ def load_key(p, K: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, used=Tru
 
 @triton.jit
 def outer_step(s, alpha, k, u):
-    """The tile s [BK, BV] after one token: fma(k, u, alpha s), in verification and commit alike."""
-    return tl.fma(tl.broadcast_to(k[:, None], s.shape), tl.broadcast_to(u[None, :], s.shape), s * alpha)
+    """The tile s [BK, BV] after one token, k [BK] and u [BV]."""
+    return spread_step(s, alpha, k[:, None], u[None, :])
+
+
+@triton.jit
+def spread_step(s, alpha, k, u):
+    """fma(k, u, alpha s), in verification and commit alike; k and u are repeated to the shape of s."""
+    return tl.fma(tl.broadcast_to(k, s.shape), tl.broadcast_to(u, s.shape), s * alpha)
 
 
 @triton.jit
@@ -115,6 +126,29 @@ def apply_pending(
 
 
 @triton.jit
+def _factor(
+    p_pending,
+    i,
+    n_pending,
+    p_k,
+    p_u,
+    p_g,
+    o_k,
+    o_v,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Pending factor i of one head as (g, k, u), in the shapes of o_k and o_v; past the last one nothing is read."""
+    used = i < n_pending
+    row = tl.load(p_pending + i, mask=used, other=0)
+    k = tl.load(p_k + row * (H * K) + o_k, mask=(o_k < K) & used, other=0.0)
+    u = tl.load(p_u + row * (HV * V) + o_v, mask=(o_v < V) & used, other=0.0)
+    return tl.load(p_g + row * HV, mask=used, other=0.0), k, u
+
+
+@triton.jit
 def flush_kernel(
     p_state,
     p_pool_k,
@@ -131,40 +165,50 @@ def flush_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    LANES: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ASKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Grid (tiles of V, HV, layers * sessions)."""
+    """Grid (tiles of K and V, HV, layers * sessions). A program's tile is [LANES, BK, BV], each lane BK rows of K.
+
+    A thread then has whole quarters of rows: 16 bytes of S and of u at a time, and its rows' k from one line. The lines
+    of all factors are asked for together with S; each factor is read while the one before it is applied.
+    """
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    i_k, i_v = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     i_h, i_b = tl.program_id(1), tl.program_id(2) % sessions
     slot = tl.load(p_slot + i_b).to(tl.int64)
     n_pending = tl.load(p_pending_len + i_b)
+    p_pending += i_b * PENDING
+    o_p = tl.arange(0, ASKED)
+    asked = tl.load(p_pending + tl.minimum(o_p, PENDING - 1))
+    asked_first = tl.load(p_pending)
     if (slot < 0) | (n_pending == 0):
         return
-    o_k, o_v = key_order(BK, LANES), tl.program_id(0) * BV + tl.arange(0, BV)
-    mask = (o_k < K)[:, None] & (o_v < V)[None, :]
     slot += (tl.program_id(2) // sessions).to(tl.int64) * slots
-    p_tile = p_state + (slot * HV + i_h) * K * V + o_k[:, None] * V + o_v[None, :]
-    s = tl.load(p_tile, mask=mask, other=0.0)
-    pool = slot * POOL
-    s = apply_pending(
-        s,
-        p_pending + i_b * PENDING,
-        n_pending,
-        p_pool_k + pool * H * K,
-        p_pool_u + pool * HV * V,
-        p_pool_g + pool * HV,
-        o_v,
-        i_h,
-        H,
-        HV,
-        K,
-        V,
-        BK,
-        LANES,
-        AT_ONCE,
-    )
+    p_k = p_pool_k + (slot * POOL * H + i_h // (HV // H)) * K
+    p_u = p_pool_u + (slot * POOL * HV + i_h) * V
+    p_g = p_pool_g + slot * POOL * HV + i_h
+    if not INTERPRETED:
+        row = tl.where(o_p < n_pending, asked, asked_first)
+        o_line = tl.minimum(i_v * BV + tl.arange(0, BV // LINE) * LINE, V - 1)
+        prefetch(p_u + row[:, None] * (HV * V) + o_line[None, :])
+        prefetch(p_k + row * (H * K) + i_k * (LANES * BK))
+        prefetch(p_g + row * HV)
+    o_lane = tl.arange(0, LANES)[:, None, None]
+    o_k = i_k * (LANES * BK) + o_lane * BK + tl.arange(0, BK)[None, :, None]  # [LANES, BK, 1]
+    o_v = i_v * BV + tl.arange(0, BV)[None, None, :]
+    mask = (o_k < K) & (o_v < V)
+    p_tile = p_state + (slot * HV + i_h) * K * V + o_k * V + o_v
+    s = tl.load(p_tile, mask=mask, other=0.0)  # [LANES, BK, BV]
+    o_u = o_v + 0 * o_lane  # [LANES, 1, BV]: laid out over threads as S is
+    g, k, u = _factor(p_pending, 0, n_pending, p_k, p_u, p_g, o_k, o_u, H, HV, K, V)
+    for i in range(n_pending):
+        g_next, k_next, u_next = _factor(p_pending, i + 1, n_pending, p_k, p_u, p_g, o_k, o_u, H, HV, K, V)
+        s = spread_step(s, tl.exp(g), k.to(tl.float32), u)
+        g, k, u = g_next, k_next, u_next
     tl.store(p_tile, s, mask=mask)
 
 
@@ -193,9 +237,14 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
             "give int32 [B], [B, P] and [B]"
         )
     check_places(*named, state=state, aligned=False)
-    block_k = triton.next_power_of_2(key_width)
-    block_v = min(triton.next_power_of_2(value_width), max(16, _FLUSH_TILE // block_k))
-    flush_kernel[(triton.cdiv(value_width, block_v), value_heads, layers * sessions)](
+    most = pending.shape[1]
+    if not most:
+        return
+    block_v = min(max(LINE.value, triton.next_power_of_2(value_width)), _FLUSH_COLUMNS)
+    lanes = _FLUSH_WARPS * 32 * 4 // block_v  # a row takes a thread for every four columns
+    block_k = min(_FLUSH_ROWS, triton.next_power_of_2(triton.cdiv(key_width, lanes)))
+    tiles = triton.cdiv(key_width, lanes * block_k) * triton.cdiv(value_width, block_v)
+    flush_kernel[(tiles, value_heads, layers * sessions)](
         state,
         pool.k,
         pool.u,
@@ -206,15 +255,16 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
         sessions,
         slots,
         POOL=pool.k.shape[-3],
-        PENDING=pending.shape[1],
+        PENDING=most,
         H=pool.k.shape[-2],
         HV=value_heads,
         K=key_width,
         V=value_width,
+        LANES=lanes,
         BK=block_k,
         BV=block_v,
-        LANES=min(16, block_k),
-        AT_ONCE=AT_ONCE,
+        ASKED=min(_FLUSH_ASKED, triton.next_power_of_2(most)),
+        INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=_FLUSH_WARPS,
     )
 
