@@ -12,18 +12,15 @@ has the bits of one formed inside a pass.
 Functions take NumPy arrays, C-contiguous, float32 unless said otherwise; dimensions as in the PyTorch forms.
 """
 
-import logging
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from specla.kernels.jit import compiled as _compiled
 
-_log = logging.getLogger(__name__)
+Array = NDArray[Any]
 
 _f4 = np.float32
 _ZERO, _ONE = _f4(0.0), _f4(1.0)
@@ -35,20 +32,6 @@ _LOG2_E = _f4(1.44269504)
 _LN2_HIGH, _LN2_LOW = _f4(0.693359375), _f4(-2.12194440e-4)  # the high part has trailing zeros: n * high is exact
 _P5, _P4, _P3 = _f4(1.9875691500e-4), _f4(1.3981999507e-3), _f4(8.3334519073e-3)  # minimax for (e^r - 1 - r) / r^2
 _P2, _P1, _P0 = _f4(4.1665795894e-2), _f4(1.6666665459e-1), _f4(5.0000001201e-1)
-
-
-@cache
-def _warn_once() -> None:
-    _log.warning("no folder for compiled code can be written: compiling at every start (NUMBA_CACHE_DIR names one)")
-
-
-def _compiled(function: Any) -> Any:
-    """Compiled at the first call and kept on disk (see NUMBA_CACHE_DIR); runs without the interpreter's lock."""
-    try:
-        return njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:
-        _warn_once()
-        return njit(nogil=True, error_model="numpy")(function)
 
 
 @_compiled

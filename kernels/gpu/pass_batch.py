@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from specla.kernels.gpu.schedule import schedule
 from specla.kernels.gpu.upload import Upload
+from specla.kernels.jit import compiled
 from specla.kernels.topology import MAX_ROWS, Topology
 
 NO_SLOT = -1
@@ -193,12 +195,12 @@ class PassBatch:
             words = np.ascontiguousarray(session.topology.ancestors).view(np.int32)
             used = min(words.shape[1], bucket.words)
             arrays["ancestors"][at : at + n, :used] = words[:, :used]
-            arrays["tap"][at : at + n] = _taps(session.topology, at, bucket.taps)
-            steps = schedule(session.topology, bucket.groups)
-            arrays["groups"][b] = len(steps)
-            for group, words_of_group in enumerate(steps):
-                arrays["schedule_len"][b, group] = len(words_of_group)
-                arrays["schedule"][b, group, : len(words_of_group)] = words_of_group
+            _put_taps(session.topology.parents, at, arrays["tap"][at : at + n])
+            steps, lengths = schedule(session.topology, bucket.groups)
+            groups, longest = steps.shape
+            arrays["groups"][b] = groups
+            arrays["schedule_len"][b, :groups] = lengths
+            arrays["schedule"][b, :groups, :longest] = steps
             at += n
         arrays["row_start"][len(sessions) :] = at
         self._upload.send()
@@ -226,7 +228,7 @@ class PassBatch:
 
 def _largest(sessions: Sequence[SessionPass]) -> tuple[int, int]:
     """The largest slot and the largest pool row that are named."""
-    rows = (row for s in sessions for row in (*s.pool_rows, *s.pending, *s.history))
+    rows = (max(named) for s in sessions for named in (s.pool_rows, s.pending, s.history) if len(named))
     return max((s.slot for s in sessions), default=NO_SLOT), max(rows, default=ZEROS)
 
 
@@ -240,7 +242,7 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
     if len(set(slots)) != len(slots) or any(slot < 0 for slot in slots):
         raise ValueError(f"slots {slots}: give every session its own, from 0 on")
     for session in sessions:
-        n, pool = len(session.topology), list(session.pool_rows)
+        n, pool = len(session.topology), session.pool_rows
         if n > bucket.tree_rows:
             raise ValueError(f"a tree of {n} rows does not fit a bucket of {bucket.tree_rows}")
         if len(session.pending) > bucket.pending:
@@ -251,18 +253,18 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
             raise ValueError(f"pending {list(session.pending)}: give pool rows from 0 on, each once")
         if min(session.history, default=0) < ZEROS:
             raise ValueError(f"history {list(session.history)}: give pool rows from 0 on, or {ZEROS} for zeros")
-        in_use = {row for row in (*session.pending, *session.history) if row != ZEROS}
-        if len(pool) != n or len(set(pool)) != n or in_use & set(pool) or min(pool) < 0:
-            raise ValueError(f"pool rows {pool} for {n} rows: give each its own, none of {sorted(in_use)} still in use")
+        in_use, written = {*session.pending, *session.history} - {ZEROS}, set(pool)
+        if not len(pool) == len(written) == n or not in_use.isdisjoint(written) or min(pool) < 0:
+            raise ValueError(
+                f"pool rows {list(pool)} for {n} rows: give each its own, none of {sorted(in_use)} still in use"
+            )
 
 
-def _taps(topology: Topology, first_row: int, taps: int) -> Ints:
-    """[N, W - 1], the nearest first."""
-    parents = topology.parents
-    found = np.empty((len(topology), taps - 1), dtype=np.int32)
-    at = np.arange(len(topology), dtype=np.int32)
-    for t in range(taps - 1):
-        # Above the root, -1 stands for the last token before it, -2 for the one before that.
-        at = np.where(at >= 0, parents[np.maximum(at, 0)], at - 1).astype(np.int32)
-        found[:, t] = np.where(at >= 0, at + first_row, at)
-    return found
+@compiled
+def _put_taps(parents: Any, first_row: int, taps: Any) -> None:
+    """Fills taps [N, W - 1], the nearest first. Above the root, -1 stands for the last token before it, and so on."""
+    for row in range(len(parents)):
+        above = row
+        for t in range(taps.shape[1]):
+            above = parents[above] if above >= 0 else above - 1
+            taps[row, t] = above + first_row if above >= 0 else above

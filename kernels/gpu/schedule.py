@@ -13,10 +13,12 @@ another program to store and publish a state, and lets no program depend on anot
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specla.kernels.jit import compiled
 from specla.kernels.topology import Topology
 
 ROW_BITS = 8
@@ -31,115 +33,187 @@ PLACES = 8
 _FETCH_STEPS = 2
 """What fetching a kept state costs, in steps (measured: see docs/decisions.md)."""
 
-Steps = tuple[NDArray[np.int32], ...]
+_NONE = -1
+
+Ints = NDArray[np.int32]
+
+
+class Schedule(NamedTuple):
+    """The steps of all groups."""
+
+    steps: Ints
+    """[groups with rows, longest], each group's steps, then zeros."""
+    lengths: Ints
+    """[groups with rows]."""
+
+    def by_group(self) -> list[Ints]:
+        """The steps of each group, without the zeros."""
+        return [steps[:length] for steps, length in zip(self.steps, self.lengths, strict=True)]
 
 
 @lru_cache(maxsize=1024)
-def schedule(topology: Topology, groups: int) -> Steps:
+def schedule(topology: Topology, groups: int) -> Schedule:
     """The steps of each group, at most `groups` of them, none empty.
 
     A step is row | emit << 8 | leaf << 9 | (1 + keep) << 10 | (1 + fetch) << 14: fetch a kept state first (if any),
     compute the row, store its output and factor if `emit` is set, form the state unless it is a leaf, keep it (if
     any). Each row is emitted exactly once.
     """
-    order = _light_first(topology)
-    leaves = [row for row in order if not topology.children[row]]
-    parts = _dealt(topology, leaves, groups)
-    emitted: set[int] = set()
-    return tuple(_steps(topology, _union(topology, part), order, emitted) for part in parts)
+    steps = np.zeros((groups, len(topology)), np.int32)
+    lengths = np.zeros(groups, np.int32)
+    count = _schedule(topology.parents, topology.depth, steps, lengths)
+    lengths = lengths[:count]
+    steps = steps[:count, : lengths.max()]
+    steps.setflags(write=False)
+    lengths.setflags(write=False)
+    return Schedule(steps, lengths)
 
 
 def makespan(topology: Topology, groups: int) -> int:
     """The steps of the longest group."""
-    return max(len(steps) for steps in schedule(topology, groups))
+    return int(schedule(topology, groups).lengths.max())
 
 
 def fetches(topology: Topology, groups: int) -> int:
     """The most kept states that one group fetches."""
-    return max(int(((steps >> FETCH_SHIFT) & PLACE_MASK > 0).sum()) for steps in schedule(topology, groups))
+    found = (schedule(topology, groups).steps >> FETCH_SHIFT) & PLACE_MASK > 0
+    return int(found.sum(1).max())
 
 
-def _light_first(topology: Topology) -> list[int]:
-    """All rows depth first, the child of the largest subtree last."""
-    size = [1] * len(topology)
-    for row in range(len(topology) - 1, 0, -1):
-        size[topology.parent_rows[row]] += size[row]
-    order, stack = [], [0]
-    while stack:
-        row = stack.pop()
-        order.append(row)
-        stack += sorted(topology.children[row], key=lambda r: (-size[r], r))
-    return order
+@compiled
+def _schedule(parents: Any, depth: Any, steps: Any, lengths: Any) -> Any:
+    """Fills steps [groups, N] and lengths [groups]; returns how many groups have rows."""
+    n, groups = len(parents), len(lengths)
+    order, branches_on = _light_first(parents)
+    leaves, added = _leaves(parents, depth, order, branches_on)
+    first_leaf = _dealt(depth, leaves, added, groups)
+    emitted = np.zeros(n, np.bool_)
+    for group in range(len(first_leaf) - 1):
+        rows = np.zeros(n, np.bool_)
+        for leaf in leaves[first_leaf[group] : first_leaf[group + 1]]:
+            row = leaf
+            while row >= 0 and not rows[row]:
+                rows[row] = True
+                row = parents[row]
+        lengths[group] = _steps(parents, rows, order, branches_on, emitted, steps[group])
+    return len(first_leaf) - 1
 
 
-def _union(topology: Topology, leaves: list[int]) -> set[int]:
-    rows: set[int] = set()
-    for leaf in leaves:
-        row = leaf
-        while row >= 0 and row not in rows:
-            rows.add(row)
-            row = topology.parent_rows[row]
-    return rows
+@compiled
+def _light_first(parents: Any) -> Any:
+    """All rows depth first, the child of the largest subtree last; and whether each row has children."""
+    n = len(parents)
+    size, children = np.ones(n, np.int32), np.zeros(n, np.int32)
+    for row in range(n - 1, 0, -1):
+        size[parents[row]] += size[row]
+        children[parents[row]] += 1
+    order, stack, own = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    stack[0], waiting = 0, 1
+    for at in range(n):
+        waiting -= 1
+        row = stack[waiting]
+        order[at] = row
+        count = 0
+        for child in range(row + 1, n):  # sorted by falling size, then by row: the last one goes first
+            if count == children[row]:
+                break
+            if parents[child] == row:
+                place = count
+                while place > 0 and size[own[place - 1]] < size[child]:
+                    own[place] = own[place - 1]
+                    place -= 1
+                own[place] = child
+                count += 1
+        stack[waiting : waiting + count] = own[:count]
+        waiting += count
+    return order, children > 0
 
 
-def _dealt(topology: Topology, leaves: list[int], groups: int) -> list[list[int]]:
-    """Leaves in runs, at most `groups`, so that the dearest run is as cheap as runs can be."""
-    low, high = int(topology.depth.max()) + 1, len(topology) + _FETCH_STEPS * len(leaves)
-    best = [leaves]
+@compiled
+def _leaves(parents: Any, depth: Any, order: Any, branches_on: Any) -> Any:
+    """The leaves in order, and how many rows above and with each are not above the one before it."""
+    n = len(parents)
+    leaves, added, count, before = np.empty(n, np.int32), np.empty(n, np.int32), 0, _NONE
+    for row in order:
+        if branches_on[row]:
+            continue
+        shared, other = row, before
+        while shared != other and other != _NONE:  # up to the first row above both
+            if depth[shared] >= depth[other]:
+                shared = parents[shared]
+            else:
+                other = parents[other]
+        leaves[count] = row
+        added[count] = depth[row] - (depth[shared] if other != _NONE else -1)
+        count, before = count + 1, row
+    return leaves[:count], added[:count]
+
+
+@compiled
+def _dealt(depth: Any, leaves: Any, added: Any, groups: int) -> Any:
+    """The first leaf of each run, then the number of leaves: at most `groups` runs, the dearest as cheap as can be."""
+    low, high = depth.max() + 1, len(depth) + _FETCH_STEPS * len(leaves)
+    best = np.array([0, len(leaves)], np.int32)
     while low <= high:
         limit = (low + high) // 2
-        parts = _runs(topology, leaves, limit)
-        if len(parts) <= groups:
-            best, high = parts, limit - 1
+        runs = _runs(depth, leaves, added, limit)
+        if len(runs) - 1 <= groups:
+            best, high = runs, limit - 1
         else:
             low = limit + 1
     return best
 
 
-def _runs(topology: Topology, leaves: list[int], limit: int) -> list[list[int]]:
+@compiled
+def _runs(depth: Any, leaves: Any, added: Any, limit: int) -> Any:
     """Runs of leaves, each as long as its cost stays within `limit` (a single leaf may cost more)."""
-    parts: list[list[int]] = []
-    rows: set[int] = set()
-    cost = 0
-    for leaf in leaves:
-        fresh = _union(topology, [leaf]) - rows
-        added = len(fresh) + (_FETCH_STEPS if rows and len(fresh) > 1 else 0)
-        if parts and cost + added <= limit:
-            parts[-1].append(leaf)
-            rows |= fresh
-            cost += added
+    first, count, cost = np.empty(len(leaves) + 1, np.int32), 0, 0
+    for at in range(len(leaves)):
+        more = added[at] + (_FETCH_STEPS if added[at] > 1 else 0)
+        if count and cost + more <= limit:
+            cost += more
         else:
-            parts.append([leaf])
-            rows = _union(topology, [leaf])
-            cost = len(rows)
-    return parts
+            first[count] = at
+            count += 1
+            cost = depth[leaves[at]] + 1
+    first[count] = len(leaves)
+    return first[: count + 1]
 
 
-def _steps(topology: Topology, rows: set[int], order: list[int], emitted: set[int]) -> NDArray[np.int32]:
-    """One group's steps over `rows`, which it adds to `emitted`."""
-    place_of: dict[int, int] = {}  # the place of each row whose state is kept
-    waiting: dict[int, int] = {}  # children still to come of each such row
-    free = list(range(PLACES))[::-1]
-    words, held = [], -1  # the row whose state is on chip
-    for row in (r for r in order if r in rows):
-        parent, word, is_leaf = topology.parent_rows[row], row, not topology.children[row]
+@compiled
+def _steps(parents: Any, rows: Any, order: Any, branches_on: Any, emitted: Any, steps: Any) -> Any:
+    """One group's steps over `rows`, which it adds to `emitted`; returns how many."""
+    n = len(parents)
+    branches = np.zeros(n, np.int32)  # children among the rows that have children themselves
+    for row in range(1, n):
+        if rows[row] and branches_on[row]:
+            branches[parents[row]] += 1
+    place_of, waiting = np.full(n, _NONE, np.int32), np.zeros(n, np.int32)  # where a row's state is kept, and for whom
+    free, count, held = np.arange(PLACES)[::-1].copy(), 0, _NONE  # held: the row whose state is on chip
+    places = PLACES
+    for row in order:
+        if not rows[row]:
+            continue
+        parent, word = parents[row], row
         if parent != held:
             word |= (1 + place_of[parent]) << FETCH_SHIFT
             held = parent
-        if not is_leaf:
-            if parent in waiting:
+        if branches_on[row]:
+            if parent >= 0 and waiting[parent] > 0:
                 waiting[parent] -= 1
-                if not waiting[parent]:
-                    free.append(place_of[parent])
+                if waiting[parent] == 0:
+                    free[places] = place_of[parent]
+                    places += 1
             held = row
-            branches = sum(child in rows and bool(topology.children[child]) for child in topology.children[row])
-            if branches > 1:
-                place_of[row], waiting[row] = free.pop(), branches
+            if branches[row] > 1:
+                places -= 1
+                place_of[row], waiting[row] = free[places], branches[row]
                 word |= (1 + place_of[row]) << KEEP_SHIFT
         else:
             word |= 1 << LEAF_BIT
-        if row not in emitted:
-            emitted.add(row)
+        if not emitted[row]:
+            emitted[row] = True
             word |= 1 << EMIT_BIT
-        words.append(word)
-    return np.array(words, dtype=np.int32)
+        steps[count] = word
+        count += 1
+    return count

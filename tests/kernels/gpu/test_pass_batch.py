@@ -101,9 +101,9 @@ def test_what_the_arrays_hold() -> None:
         [5, -1, -2],
         [6, 5, -1],
     ]
-    assert batch.groups.tolist() == [len(schedule(FORK, 2)), 1, 0]
+    assert batch.groups.tolist() == [len(schedule(FORK, 2).lengths), 1, 0]
     for b, topology in enumerate((FORK, chain(3))):
-        for group, words in enumerate(schedule(topology, 2)):
+        for group, words in enumerate(schedule(topology, 2).by_group()):
             assert batch.schedule_len[b, group] == len(words)
             assert batch.schedule[b, group, : len(words)].tolist() == words.tolist()
     assert batch.schedule_len[2].tolist() == [0, 0]

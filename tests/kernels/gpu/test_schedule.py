@@ -69,7 +69,7 @@ def walk(topology: Topology, steps: list[Step]) -> tuple[list[int], int]:
 
 
 def check(topology: Topology, groups: int) -> None:
-    parts = schedule(topology, groups)
+    parts = schedule(topology, groups).by_group()
     assert 1 <= len(parts) <= groups
     emitted, fetched = [], []
     for words in parts:
@@ -127,7 +127,7 @@ def test_any_parents(draws: list[int], groups: int) -> None:
 def test_chains_and_stars(rows: int, groups: int) -> None:
     check(chain(rows), groups)
     check(star(rows), groups)
-    assert len(schedule(chain(rows), groups)) == 1
+    assert len(schedule(chain(rows), groups).lengths) == 1
     # A chain never fetches, and neither do leaves of one row: its state is still on chip.
     assert fetches(chain(rows), groups) == fetches(star(rows), groups) == 0
     leaves = max(rows - 1, 0)
@@ -144,7 +144,7 @@ def test_combs_and_perfect_trees(topology: Topology, groups: int) -> None:
 
 def test_the_deepest_nesting_of_kept_states_has_places_to_spare() -> None:
     """Every branching row of a binary tree keeps its state while its first subtree is walked."""
-    steps = steps_of(schedule(perfect(2, 6), 1)[0].tolist())
+    steps = steps_of(schedule(perfect(2, 6), 1).steps[0].tolist())
     assert max(step.keep for step in steps) + 1 == 5  # rows above the last two levels, on one path
     assert PLACES > 5
 
