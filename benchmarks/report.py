@@ -114,24 +114,29 @@ def command_line() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on, and the commit where there is one."""
+    """Versions of what the figures depend on, and the commit."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if shutil.which("git") is None:
-        return found
-    git = subprocess.run(
-        ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if git.returncode == 0:
-        found["commit"] = git.stdout.strip()
+    found["commit"] = _commit()
     return found
+
+
+def _commit() -> str:
+    """As git describes the checkout; without git what SPECLA_COMMIT names, or "unknown"."""
+    if shutil.which("git") is not None:
+        git = subprocess.run(
+            ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if git.returncode == 0:
+            return git.stdout.strip()
+    return os.environ.get("SPECLA_COMMIT") or "unknown"
 
 
 def cpu_name() -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import math
-import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from specla.benchmarks.kernels.contenders import Ours
 from specla.benchmarks.kernels.launch import name_of
 from specla.benchmarks.kernels.problem import Problem
 from specla.benchmarks.kernels.shapes import Shape, bytes_apart
-from specla.benchmarks.kernels.timing import Graph, Work, in_turns, layers_needed
+from specla.benchmarks.kernels.timing import Graph, Work, layers_needed
 from specla.benchmarks.kernels.topologies import accepted_rows
 from specla.kernels.gpu.factorised import FactorisedTile
 from specla.kernels.gpu.selector import Choice, Mode
@@ -38,15 +35,17 @@ def bucket_rows(rows: int) -> int:
     return next(size for size in BUCKETS if size >= rows)
 
 
-def candidates(shape: Shape, sessions: int, topology: Topology) -> list[Choice]:
+def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows: int | None = None) -> list[Choice]:
     """What is worth measuring: the serial kernel by groups up to the leaves, the factorised one by three tiles.
 
     Args:
         shape: of the layer.
         sessions: of the pass; more programs than fit at once are left out.
-        topology: of every session.
+        topologies: that the sessions may have; the one with most leaves counts.
+        rows: of the bucket that runs them; the least that holds them if unset.
     """
-    leaves, rows = sum(not children for children in topology.children), bucket_rows(len(topology))
+    leaves = max(sum(not children for children in topology.children) for topology in topologies)
+    rows = rows or bucket_rows(max(map(len, topologies)))
     tile = serial_tile(shape.key_width)
     programs = sessions * shape.value_heads * -(-shape.value_width // tile.block_v)
     groups = [n for n in (2, 4, 8)[: 2 if rows <= 16 else 3] if n <= leaves and programs * n <= _RESIDENT]
@@ -79,33 +78,16 @@ def best(times: dict[Choice, float], mode: Mode) -> Choice:
     return min(allowed, key=lambda choice: times[choice])
 
 
-def capture_choices(problem: Problem, choices: Sequence[Choice]) -> tuple[dict[Choice, Graph], dict[str, str]]:
-    """One graph each, over all layers of the problem; and the names of those that cannot be made, with why."""
+def capture(works: Mapping[Choice, Work]) -> tuple[dict[Choice, Graph], dict[str, str]]:
+    """A graph of each work; and the names of those that cannot be made here, with why."""
     graphs: dict[Choice, Graph] = {}
     refused: dict[str, str] = {}
-    for choice in choices:
+    for choice, work in works.items():
         try:
-            graphs[choice] = Graph.capture(Work.of(Ours(problem, choice), problem.layers))
+            graphs[choice] = Graph.capture(work)
         except UNFIT as error:
             refused[name_of(choice)] = reason(error)
     return graphs, refused
-
-
-def measure_choices(
-    choices: Collection[Choice], shape: Shape, sessions: int, topology: Topology, *, l2: int, device: str = "cuda"
-) -> list[float]:
-    """Microseconds of a layer for each choice, in order: medians of `TUNING_ROUNDS` rounds in turns, cold caches.
-
-    The deferred commit of half the deepest path and the write of the state are included. A choice that does not fit
-    the GPU takes infinitely long.
-    """
-    problem = problem_of(shape, sessions, topology, l2=l2, device=device)
-    graphs, _ = capture_choices(problem, list(choices))
-    samples = in_turns(list(graphs.values()), TUNING_ROUNDS)
-    medians = [statistics.median(samples.get(name_of(choice), [math.inf])) for choice in choices]
-    del problem, graphs
-    release()
-    return medians
 
 
 def reason(error: Exception) -> str:

@@ -14,10 +14,14 @@ from specla.kernels.topology import Topology
 
 DEEP, WIDE_TREE = "tree (2, 12, 16)", "tree (4, 4, 32)"
 
+_SIZES = (
+    *((2, 12, 16), (4, 4, 32)),
+    *((8, 2, 12), (2, 12, 24), (8, 3, 48), (4, 10, 40), (8, 4, 100), (4, 12, 100)),  # for the selector's table alone
+)
+
 TREES: dict[str, Callable[[], Topology]] = {
-    **{f"chain of {n}": partial(chain, n) for n in (4, 8, 16)},
-    DEEP: partial(tree, 2, 12, 16),
-    WIDE_TREE: partial(tree, 4, 4, 32),
+    **{f"chain of {n}": partial(chain, n) for n in (4, 8, 16, 24, 40, 80)},
+    **{f"tree {sizes}": partial(tree, *sizes) for sizes in _SIZES},
     **{f"EAGLE-like tree of {n}": partial(eagle_like, n) for n in (16, 32, 64, 128, 129)},
 }
 """Trees are named (branching, depth, rows); all sizes are rows, root included."""
@@ -94,27 +98,58 @@ def all_cases() -> list[Case]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """One place of the selector's grid.
+
+    Attributes:
+        shape: of the layers.
+        sessions: of the pass; all have the same tree.
+        rows: of the bucket.
+        trees: keys of TREES, over which a choice's time is fitted.
+    """
+
+    shape: Shape
+    sessions: int
+    rows: int
+    trees: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        return f"{self.shape.name}, {self.sessions} session{'s' if self.sessions > 1 else ''}, up to {self.rows} rows"
+
+    @property
+    def topologies(self) -> dict[str, Topology]:
+        """The trees by name."""
+        return {name: TREES[name]() for name in self.trees}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All that a run does.
 
     Attributes:
         cases: in the order in which they are timed.
         samplers: configurations of the sampler (see sampler.py).
+        places: what the selector's table is made from.
         drift_steps: committed tokens of the drift curves; 0 leaves them out.
+        others: whether convolution, penalties and the host's part are timed, too.
         device: where to run.
         processes: that prepare side by side; one a core if unset.
     """
 
-    cases: tuple[Case, ...]
-    samplers: tuple[str, ...]
+    cases: tuple[Case, ...] = ()
+    samplers: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
     drift_steps: int = STEPS
+    others: bool = False
     device: str = "cuda"
     processes: int | None = None
 
 
 def full_plan() -> Plan:
     """The goals, then the whole grid."""
-    return Plan(cases=tuple(all_cases()), samplers=tuple(CONFIGS))
+    return Plan(cases=tuple(all_cases()), samplers=tuple(CONFIGS), others=True)
 
 
 def goals_plan() -> Plan:
@@ -126,16 +161,23 @@ def goals_plan() -> Plan:
     return Plan(cases=tuple(cases), samplers=(DEFAULT,))
 
 
-def tuning_plan() -> Plan:
-    """What a selector's table is made from: every shape and number of sessions, trees of every bucket and chains.
+TUNING_TREES = {
+    16: (_eagle(16), "chain of 4", "chain of 16", DEEP, "tree (8, 2, 12)"),
+    32: (_eagle(32), "chain of 24", WIDE_TREE, "tree (2, 12, 24)"),
+    64: (_eagle(64), "chain of 40", "tree (8, 3, 48)", "tree (4, 10, 40)"),
+    128: (_eagle(128), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)"),
+    129: (_eagle(129), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)"),
+}
+"""Trees by the bucket that runs them: chains, deep and wide ones and EAGLE-like, of different rows. With too few kinds
+the costs of steps, fetches and blocks could not be told apart."""
 
-    A bucket has trees of different depths and leaves, since a choice's time is fitted over these.
-    """
-    trees = (*(_eagle(n) for n in (16, 32, 64, 128, 129)), "chain of 4", "chain of 8", "chain of 16", DEEP, WIDE_TREE)
-    cases = [
-        Case(shape=shape, sessions=sessions, tree=tree, replay=())
+
+def tuning_plan() -> Plan:
+    """What a selector's table is made from: every shape and number of sessions, trees of every bucket."""
+    places = [
+        Place(shape=shape, sessions=sessions, rows=rows, trees=trees)
         for shape in (PAPER, WIDE, NARROW)
-        for sessions in (1, 4, 16, 64)
-        for tree in trees
+        for rows, trees in TUNING_TREES.items()
+        for sessions in (1, 16, 4, 64)
     ]
-    return Plan(cases=tuple(cases), samplers=(), drift_steps=0)
+    return Plan(places=tuple(places), drift_steps=0)

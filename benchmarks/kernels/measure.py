@@ -1,17 +1,19 @@
-"""Times one case: chooses among our kernels by measurement, then runs the chosen and all rivals in turns."""
+"""Times one case: what the selector chooses, the best of our kernels by measurement, and all rivals, in turns."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import get_args
 
 from specla.benchmarks.kernels.candidates import (
     TUNING_ROUNDS,
     best,
     bucket_rows,
-    candidates,
-    capture_choices,
+    capture,
     problem_of,
     release,
 )
@@ -19,21 +21,20 @@ from specla.benchmarks.kernels.cases import Case
 from specla.benchmarks.kernels.checks import Kernel
 from specla.benchmarks.kernels.contenders import MEMORY_LIMIT, Contender, Ours, Snapshots, StandAlone
 from specla.benchmarks.kernels.launch import name_of
-from specla.benchmarks.kernels.preparation import MODES
+from specla.benchmarks.kernels.preparation import MODES, choices_of, selected
 from specla.benchmarks.kernels.problem import Problem
 from specla.benchmarks.kernels.replay import Kind, Operation, Replay
 from specla.benchmarks.kernels.rivals import COLUMNS
 from specla.benchmarks.kernels.shapes import bytes_once
 from specla.benchmarks.kernels.timing import Graph, Work, in_turns
-from specla.kernels.gpu.selector import Choice, Mode
+from specla.kernels.gpu.selector import Choice, Mode, Selector
 
 STAND_ALONE = {mode: f"{mode}, stand-alone commit" for mode in MODES}
 RING = {mode: f"{mode}, ring" for mode in MODES}
 OURS = {*STAND_ALONE.values(), *RING.values()}
+BEST = {mode: f"{mode}, best of the forms measured" for mode in MODES}
 REPLAYS = {
-    (kind, batched): f"replay, {kind}, {'one launch' if batched else 'a launch a path'}"
-    for kind in ("recurrent", "chunked")
-    for batched in (False, True)
+    (kind, batched): Replay.name_of(kind, batched=batched) for kind in get_args(Kind) for batched in (False, True)
 }
 
 
@@ -43,8 +44,9 @@ class Timed:
 
     Attributes:
         samples: microseconds of a layer; sample r of every name is from the same round.
-        candidates: median microseconds of our kernels when they were chosen from.
-        chosen: the kernel of each mode.
+        candidates: median microseconds of all our kernels, from a few rounds before the others.
+        chosen: the kernel that the selector gives each mode; it is what "exact" and "fast" are.
+        best: the fastest of the candidates in each mode, timed with the rivals as well: BEST.
         once: bytes that a layer moves at least.
         accepted: rows that the pass accepts, as many as are pending.
         layers: of one graph.
@@ -55,6 +57,7 @@ class Timed:
     samples: dict[str, list[float]]
     candidates: dict[str, float]
     chosen: dict[Mode, str]
+    best: dict[Mode, str]
     once: int
     accepted: int
     layers: int
@@ -64,6 +67,7 @@ class Timed:
 def measure(
     case: Case,
     operations: Mapping[Kind, Operation],
+    selector: Selector,
     *,
     l2: int,
     left_out: Collection[Kernel] = (),
@@ -74,23 +78,23 @@ def measure(
     Args:
         case: what to time.
         operations: the library's kernels by kind; those that are missing leave their rivals out.
+        selector: whose choices are timed as the modes' kernels.
         l2: bytes of the L2 cache.
         left_out: kernels of ours that cannot be made here.
         device: where to run.
     """
     topology = case.topology
     problem = problem_of(case.shape, case.sessions, topology, l2=l2, device=device)
-    choices = [
-        choice
-        for choice in candidates(case.shape, case.sessions, topology)
-        if Kernel(case.shape, bucket_rows(len(topology)), choice) not in left_out
-    ]
-    graphs, skipped = capture_choices(problem, choices)
+    rows = bucket_rows(len(topology))
+    choices = [c for c in choices_of(case, selector) if Kernel(case.shape, rows, c) not in left_out]
+    works = {choice: Work.of(Ours(problem, choice), problem.layers) for choice in choices}
+    graphs, skipped = capture(works)
     tuning = in_turns(list(graphs.values()), TUNING_ROUNDS)
     medians = {choice: statistics.median(tuning[name_of(choice)]) for choice in graphs}
-    chosen = {mode: best(medians, mode) for mode in MODES}
+    chosen, fastest = selected(case, selector), {mode: best(medians, mode) for mode in MODES}
     running = [graphs[chosen[mode]]._replace(name=mode) for mode in MODES]
-    del graphs
+    running += [graphs[fastest[mode]]._replace(name=BEST[mode]) for mode in MODES if fastest[mode] != chosen[mode]]
+    del graphs, works
     for name, make in _rivals(case, problem, chosen, operations, skipped).items():
         try:
             work = Work.of(make(), problem.layers)._replace(name=name)
@@ -99,11 +103,15 @@ def measure(
             if name in OURS:
                 raise
             skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    samples = in_turns(running, case.rounds)
+    for mode in MODES:
+        samples.setdefault(BEST[mode], samples[mode])
     made = Timed(
         case,
-        in_turns(running, case.rounds),
+        samples,
         {name_of(choice): us for choice, us in medians.items()},
         {mode: name_of(choice) for mode, choice in chosen.items()},
+        {mode: name_of(choice) for mode, choice in fastest.items()},
         bytes_once(case.shape, sessions=case.sessions, rows=problem.used_rows, pending=problem.pending),
         problem.pending,
         problem.layers,
@@ -134,17 +142,36 @@ def _rivals(
             found[name] = lambda columns=columns: Snapshots(  # type: ignore[misc]
                 problem, tree=not case.is_chain, columns=columns
             )
-    kinds: tuple[Kind, ...] = ("recurrent", "chunked")
-    for kind in (kind for kind in kinds if kind in case.replay):
-        for batched in (False, True):
-            name = REPLAYS[kind, batched]
-            needs = Replay.input_bytes(problem) + (Replay.bytes(problem) if batched else 0)
-            if kind not in operations or "recurrent" not in operations:
-                skipped[name] = "flash-linear-attention is not usable"
-            elif needs > MEMORY_LIMIT:
-                skipped[name] = f"{needs / 2**30:.0f} GiB of inputs and copies of the state"
-            else:
-                found[name] = lambda kind=kind, batched=batched: Replay(  # type: ignore[misc]
-                    problem, kind, batched=batched, recurrent=operations["recurrent"], replayed=operations[kind]
-                )
+    if case.replay and "recurrent" in operations:
+        found |= _replays(case, problem, operations, skipped)
+    elif case.replay:
+        skipped["replay"] = "flash-linear-attention is not usable"
+    return found
+
+
+def _replays(
+    case: Case, problem: Problem, operations: Mapping[Kind, Operation], skipped: dict[str, str]
+) -> dict[str, Callable[[], Contender]]:
+    """Makers of the replaying rivals; the recurrent ones also with states ready."""
+    found: dict[str, Callable[[], Contender]] = {}
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    for kind, batched, ready in product(kinds, (False, True), (False, True)):
+        if kind not in case.replay or (ready and kind != "recurrent"):
+            continue
+        name = Replay.name_of(kind, batched=batched, ready=ready)
+        needs = Replay.input_bytes(problem) + (Replay.bytes(problem) if batched else 0)
+        if kind not in operations:
+            skipped[name] = "this kernel of flash-linear-attention is not usable"
+        elif needs > MEMORY_LIMIT:
+            skipped[name] = f"{needs / 2**30:.0f} GiB of inputs and copies of the state"
+        else:
+            found[name] = partial(
+                Replay,
+                problem,
+                kind,
+                batched=batched,
+                recurrent=operations["recurrent"],
+                replayed=operations[kind],
+                ready=ready,
+            )
     return found

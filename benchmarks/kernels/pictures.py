@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specla.benchmarks.kernels.drift import WANTED, Point
-from specla.benchmarks.kernels.measure import RING, STAND_ALONE, Timed
+from specla.benchmarks.kernels.measure import BEST, RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.shapes import PAPER
 from specla.kernels.gpu.selector import Mode
 
@@ -39,8 +39,8 @@ def draw(folder: Path, timed: Mapping[str, Timed], drifts: Mapping[Mode, Sequenc
 
 def _times(path: Path, cases: Sequence[Timed], device: str) -> Path:
     """Grouped bars: a group a tree, a bar a kernel, logarithmic microseconds."""
-    hidden = {*STAND_ALONE.values(), *RING.values()}
-    names = list(dict.fromkeys(name for t in cases for name in t.samples if name not in hidden))
+    hidden = {*STAND_ALONE.values(), *RING.values(), *BEST.values()}
+    names = list(dict.fromkeys(name for t in cases for name in t.samples if not (name in hidden or "ready" in name)))
     figure, axes = _page(10.0)
     width = 0.8 / len(names)
     for i, name in enumerate(names):

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from specla.benchmarks.kernels import sampler
+from specla.benchmarks.kernels import convolving, penalties, sampler
 from specla.benchmarks.kernels.candidates import bucket_rows, candidates, problem_of, release
-from specla.benchmarks.kernels.cases import Case, Plan
+from specla.benchmarks.kernels.cases import Case, Place, Plan
 from specla.benchmarks.kernels.checks import (
     Checked,
     Kernel,
@@ -31,7 +31,7 @@ from specla.benchmarks.kernels.contenders import MEMORY_LIMIT, Snapshots, StandA
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.drift import Point, drift
 from specla.benchmarks.kernels.shapes import PAPER
-from specla.kernels.gpu.selector import Choice, Mode
+from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
 
 MODES: tuple[Mode, ...] = ("exact", "fast")
 
@@ -66,22 +66,44 @@ class Prepared(NamedTuple):
         return sorted(self.seconds.items(), key=lambda pair: -pair[1])[:count]
 
 
-def kernels_of(cases: Sequence[Case]) -> list[Kernel]:
-    """The kernels of ours that some cases choose from, each once."""
+def choices_at(place: Place) -> list[Choice]:
+    """What the selector may choose at a place."""
+    return candidates(place.shape, place.sessions, list(place.topologies.values()), place.rows)
+
+
+def choices_of(case: Case, selector: Selector | None) -> list[Choice]:
+    """What a case is measured with: all candidates, and what the selector chooses for it."""
+    found = candidates(case.shape, case.sessions, [case.topology])
+    return list(dict.fromkeys([*found, *(selected(case, selector).values() if selector else ())]))
+
+
+def selected(case: Case, selector: Selector) -> dict[Mode, Choice]:
+    """What the selector chooses for a case."""
+    layer = LayerShape(case.shape.key_width, case.shape.value_width, case.shape.value_heads)
+    return {mode: selector.choose(mode, layer, [case.topology] * case.sessions) for mode in MODES}
+
+
+def kernels_of(plan: Plan, selector: Selector | None = None) -> list[Kernel]:
+    """The kernels of ours that a plan times, each once; with a selector also what it chooses."""
     found: dict[Kernel, None] = {}
-    for case in cases:
-        topology = case.topology
-        for choice in candidates(case.shape, case.sessions, topology):
-            found[Kernel(case.shape, bucket_rows(len(topology)), choice)] = None
+    for case in plan.cases:
+        rows = bucket_rows(len(case.topology))
+        found |= dict.fromkeys(Kernel(case.shape, rows, choice) for choice in choices_of(case, selector))
+    for place in plan.places:
+        found |= dict.fromkeys(Kernel(place.shape, place.rows, choice) for choice in choices_at(place))
     return list(found)
 
 
 class Preparation:
     """Tasks begun in other processes when it is made; `result` waits for them."""
 
-    def __init__(self, plan: Plan):
-        """Begins. With one process, tasks run in this one, one after the other, when the result is asked for."""
-        self._tasks, self._kernels = tasks(plan), kernels_of(plan.cases)
+    def __init__(self, plan: Plan, selector: Selector | None = None):
+        """Begins. With one process, tasks run in this one, one after the other, when the result is asked for.
+
+        What the selector chooses, if there is one, is prepared with the rest.
+        """
+        self._kernels = kernels_of(plan, selector)
+        self._tasks = tasks(plan, self._kernels)
         self._pool: ProcessPoolExecutor | None = None
         self._futures: dict[str, Future[tuple[float, object]]] = {}
         count = min(len(self._tasks), plan.processes or len(os.sched_getaffinity(0)))
@@ -118,18 +140,21 @@ class Drifted(NamedTuple):
     points: list[Point]
 
 
-def tasks(plan: Plan) -> dict[str, Task]:
-    """All of a plan by name, what takes longest first."""
+def tasks(plan: Plan, kernels: Sequence[Kernel]) -> dict[str, Task]:
+    """All of a plan by name, what takes longest first; `kernels` are those that it times."""
     cases, device = plan.cases, plan.device
     found: dict[str, Task] = {}
     for shape in dict.fromkeys(case.shape for case in cases if "recurrent" in case.replay):
         found[f"replay, {shape.name}"] = partial(check_replays, shape, device)
     for mode in MODES if plan.drift_steps else ():
         found[f"drift, {mode}"] = partial(_drifted, mode, plan.drift_steps, device)
-    for kernel in sorted(kernels_of(cases), key=lambda k: (-k.rows, k.choice.is_exact)):
+    for kernel in sorted(kernels, key=lambda k: (-k.rows, k.choice.is_exact)):
         found[str(kernel)] = partial(check_kernel, kernel, device)
     for name in plan.samplers:
         found[f"sampler, {name}"] = partial(sampler.warm, name, device)
+    if plan.others:
+        found[convolving.CASE] = partial(convolving.warm, device)
+        found[penalties.CASE] = partial(penalties.warm, device)
     for shape, rows in dict.fromkeys((case.shape, bucket_rows(len(case.topology))) for case in cases):
         found[f"commits, {shape.name}, up to {rows} rows"] = partial(check_commits, shape, rows, device)
     for shape in dict.fromkeys(case.shape for case in cases if case.is_chain):

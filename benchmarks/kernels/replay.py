@@ -5,7 +5,8 @@ its outputs are left where they fall; the
 state after the accepted path, which ends inside the tree, comes from one launch of the recurrent kernel for all layers
 and is taken as the kernel returns it, with no copy to a slot. Keeping the final state of every replayed path instead
 would write a state for each of them, for the case that a whole path is accepted. What its interface asks for is
-counted: a batched launch needs a copy of the session's state for every path.
+counted: a batched launch needs a copy of the session's state for every path. With "states ready" the accepted state is
+taken to be there already, at no cost: a bound for every way of coming by it.
 """
 
 from __future__ import annotations
@@ -54,17 +55,29 @@ class Replay:
 
     passes, deferred = 1, False
 
-    def __init__(self, problem: Problem, kind: Kind, *, batched: bool, recurrent: Operation, replayed: Operation):
+    def __init__(
+        self,
+        problem: Problem,
+        kind: Kind,
+        *,
+        batched: bool,
+        recurrent: Operation,
+        replayed: Operation,
+        ready: bool = False,
+    ):
         """`replayed` runs the paths, in one launch if `batched`; `recurrent` restores the accepted state.
+
+        With `ready`, nothing restores it, and `states` cannot be asked for.
 
         Raises:
             ValueError: the sessions' topologies differ.
         """
         if len(set(problem.topologies)) > 1:
             raise ValueError("give all sessions one topology: a launch runs the same path of all of them")
-        self.name = f"replay, {kind}, {'one launch' if batched else 'a launch a path'}"
+        self.name = self.name_of(kind, batched=batched, ready=ready)
         self.tolerance = _TOLERANCE[kind]
-        self._problem, self._batched, self._operation, self._recurrent = problem, batched, replayed, recurrent
+        self._problem, self._batched, self._ready = problem, batched, ready
+        self._operation, self._recurrent = replayed, recurrent
         self._state, device = problem.state.clone(), problem.state.device
         self._paths = leaf_paths(problem.topologies[0])
         firsts = problem.first_rows
@@ -82,6 +95,11 @@ class Replay:
         self._accepted = LayerRows(*(x.flatten(0, 1) for x in problem.accepted_inputs()))  # [L B, a, ...]
         self._o: list[Tensor] = []
         self._final: Tensor | None = None
+
+    @staticmethod
+    def name_of(kind: Kind, *, batched: bool, ready: bool = False) -> str:
+        """As in the tables."""
+        return f"replay, {kind}, {'one launch' if batched else 'a launch a path'}{', states ready' if ready else ''}"
 
     @staticmethod
     def bytes(problem: Problem) -> int:
@@ -108,7 +126,9 @@ class Replay:
             self._o.append(o)
 
     def commit(self, step: int) -> None:
-        """The recurrent kernel over the accepted paths of all layers, in one launch."""
+        """The recurrent kernel over the accepted paths of all layers, in one launch; nothing if states are ready."""
+        if self._ready:
+            return
         q, k, v, g, beta = self._accepted
         _, self._final = self._recurrent(
             q, k, v, g=g, beta=beta, scale=1.0, initial_state=self._state.flatten(0, 1), output_final_state=True

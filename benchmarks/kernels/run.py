@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from specla.benchmarks.kernels import device, restore
+from specla.benchmarks.kernels import convolving, device, host, penalties, restore
 from specla.benchmarks.kernels.candidates import release
 from specla.benchmarks.kernels.cases import Plan
 from specla.benchmarks.kernels.checks import check_replays
 from specla.benchmarks.kernels.correctness import Errors
-from specla.benchmarks.kernels.drift import Point
-from specla.benchmarks.kernels.goals import goals
-from specla.benchmarks.kernels.measure import Timed, measure
-from specla.benchmarks.kernels.preparation import MODES, Preparation, Prepared
+from specla.benchmarks.kernels.measure import measure
+from specla.benchmarks.kernels.preparation import Preparation, Prepared
 from specla.benchmarks.kernels.replay import Kind, MissingLibraryError, Operation, operation
 from specla.benchmarks.kernels.sampler import measure_sampler
-from specla.benchmarks.report import Report, Row
-from specla.kernels.gpu.selector import Mode
+from specla.benchmarks.kernels.summary import Run, summarise
+from specla.benchmarks.report import Report
+from specla.kernels.gpu.selector import Selector
 
 Say = Callable[[str], None]
 
@@ -44,18 +43,6 @@ class WrongResultError(RuntimeError):
 
     def __init__(self, failed: list[Errors]):
         super().__init__("; ".join(f"{e.case}, {e.name}: {e}" for e in failed))
-
-
-@dataclass
-class Run:
-    """What a run has found so far."""
-
-    report: Report
-    timed: dict[str, Timed] = field(default_factory=dict)
-    drifts: dict[Mode, list[Point]] = field(default_factory=dict)
-    restored: dict[str, list[float]] = field(default_factory=dict)
-    sampled: dict[str, list[float]] = field(default_factory=dict)
-    bandwidth: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -102,9 +89,9 @@ def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) 
     made = Run(Report(title="Verification kernels and their rivals", device=device.describe()))
     notes = made.report.notes
     notes.update(method=METHOD, replay=REPLAY, budget_s=budget, triton=_triton_version())
-    notes["clocks before"] = device.clocks()
+    selector = Selector.for_device(device.name())
     with clock.stage("checks, drift and compilation"):
-        preparation = Preparation(plan)
+        preparation = Preparation(plan, selector)
         with clock.stage("importing flash-linear-attention beside them"):
             operations = _operations(notes, plan, say)
         prepared = preparation.result()
@@ -122,6 +109,7 @@ def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) 
     gc.freeze()  # what is alive now stays: the collections between cases need not look at it again
     with clock.stage("copy bandwidth"):
         device.wake()
+        notes["clocks before"] = device.clocks()
         made.bandwidth = device.copy_bandwidth()
     l2 = device.l2_bytes()
 
@@ -131,16 +119,20 @@ def run(plan: Plan, *, budget: float, say: Say, save: Callable[[Report], None]) 
         save(made.report)
 
     keep()
-    _cases(made, plan, prepared, operations, l2, clock, budget, keep, with_goal=True)
+    _cases(made, plan, prepared, operations, selector, l2, clock, budget, keep, with_goal=True)
     with _noting(made, restore.CASE, clock):
         made.restored = restore.measure_restore(operations, l2=l2, device=plan.device)
     release()
     keep()
-    with _noting(made, "sampling", clock):
-        made.sampled = measure_sampler(plan.samplers, l2=l2, device=plan.device)
-    release()
-    keep()
-    _cases(made, plan, prepared, operations, l2, clock, budget, keep, with_goal=False)
+    if plan.samplers:
+        with _noting(made, "sampling", clock):
+            made.sampled = measure_sampler(plan.samplers, l2=l2, device=plan.device)
+        release()
+        keep()
+    if plan.others:
+        _others(made, plan, l2, clock)
+        keep()
+    _cases(made, plan, prepared, operations, selector, l2, clock, budget, keep, with_goal=False)
     notes["clocks after"] = device.clocks()
     keep()
     return made
@@ -177,6 +169,7 @@ def _cases(
     plan: Plan,
     prepared: Prepared,
     operations: dict[Kind, Operation],
+    selector: Selector,
     l2: int,
     clock: Clock,
     budget: float,
@@ -197,13 +190,25 @@ def _cases(
                 if checked.unfit or not all(e.passed for e in checked.errors):
                     del operations["chunked"]
         with _noting(made, case.name, clock):
-            timed = measure(case, operations, l2=l2, left_out=prepared.left_out, device=plan.device)
+            timed = measure(case, operations, selector, l2=l2, left_out=prepared.left_out, device=plan.device)
             made.timed[case.name] = timed
             clock.say("  " + ", ".join(f"{name} {statistics.median(us):.2f}" for name, us in timed.samples.items()))
-            clock.say("  chosen from " + ", ".join(f"{name} {us:.2f}" for name, us in timed.candidates.items()))
+            clock.say("  forms: " + ", ".join(f"{name} {us:.2f}" for name, us in timed.candidates.items()))
         keep()
     if left_out:
         made.report.notes[f"left out for lack of time, {'goals' if with_goal else 'grid'}"] = "; ".join(left_out)
+
+
+def _others(made: Run, plan: Plan, l2: int, clock: Clock) -> None:
+    """What a pass needs beside the recurrence: convolution, penalties and the host's part."""
+    with _noting(made, convolving.CASE, clock):
+        made.others += convolving.measure_convolution(l2=l2, bandwidth=made.bandwidth, device=plan.device)
+    release()
+    with _noting(made, penalties.CASE, clock):
+        made.others += penalties.measure_penalties(l2=l2, device=plan.device)
+    release()
+    with _noting(made, host.CASE, clock):
+        made.others += host.measure_host(plan.device)
 
 
 def _operations(notes: dict[str, str | int | float | bool], plan: Plan, say: Say) -> dict[Kind, Operation]:
@@ -219,42 +224,6 @@ def _operations(notes: dict[str, str | int | float | bool], plan: Plan, say: Say
     if found:
         notes["flash-linear-attention"] = str(getattr(sys.modules.get("fla"), "__version__", "unknown"))
     return found
-
-
-def summarise(made: Run) -> None:
-    """Rows and goals of all that was measured so far, and notes for what was chosen or left out."""
-    report = made.report
-    report.rows = [Row.of("device", "copy, bytes read and written", [made.bandwidth / 1e9], "GB/s")]
-    for name, timed in made.timed.items():
-        for contender, samples in timed.samples.items():
-            report.rows.append(Row.of(name, contender, samples, "us"))
-        for contender, samples in timed.samples.items():
-            if contender not in MODES:
-                ratios = [s / f for s, f in zip(samples, timed.samples["fast"], strict=True)]
-                report.rows.append(Row.of(name, f"{contender}, over fast", ratios, "x"))
-        for mode in MODES:
-            samples = timed.samples[mode]
-            rate = [timed.once / us / 1e3 for us in samples]
-            report.rows.append(Row.of(name, f"{mode}, bytes moved once over time", rate, "GB/s"))
-            share = [1e9 * r / made.bandwidth for r in rate]
-            report.rows.append(Row.of(name, f"{mode}, of the copy bandwidth", share, "x"))
-        for candidate, us in timed.candidates.items():
-            report.rows.append(Row.of(name, f"when choosing: {candidate}", [us], "us"))
-        chosen = ", ".join(f"{mode}: {kernel}" for mode, kernel in timed.chosen.items())
-        report.notes[f"chosen, {name}"] = (
-            f"{chosen}; {timed.accepted} rows accepted and pending, {timed.layers} layers, {timed.once} bytes at least"
-        )
-        for rival, reason in timed.skipped.items():
-            report.notes[f"not run, {name}, {rival}"] = reason
-    for rival, samples in made.restored.items():
-        report.rows.append(Row.of(restore.CASE, rival, samples, "us"))
-    for mode, points in made.drifts.items():
-        for point in points:
-            row = Row.of("drift of the state", f"{mode}, {point.step} tokens", [point.error], "relative error")
-            report.rows.append(row)
-    for config, samples in made.sampled.items():
-        report.rows.append(Row.of("sampling 64 rows of 32,000, top-p", config, samples, "us"))
-    report.goals = goals(made.timed, made.restored, made.drifts, made.sampled, made.bandwidth)
 
 
 def _triton_version() -> str:

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
 from pathlib import Path
 
 from specla.benchmarks.kernels import device
-from specla.benchmarks.kernels.candidates import bucket_rows, candidates, measure_choices
-from specla.benchmarks.kernels.cases import Case, Plan
+from specla.benchmarks.kernels.candidates import release
+from specla.benchmarks.kernels.cases import Place, Plan
 from specla.benchmarks.kernels.checks import Kernel
 from specla.benchmarks.kernels.launch import name_of
-from specla.benchmarks.kernels.preparation import Preparation
-from specla.benchmarks.kernels.run import METHOD, Clock, Run, Say, note_checks
-from specla.benchmarks.kernels.shapes import Shape
+from specla.benchmarks.kernels.place import PlaceTimer
+from specla.benchmarks.kernels.preparation import MODES, Preparation, choices_at
+from specla.benchmarks.kernels.run import METHOD, Clock, Say, note_checks
+from specla.benchmarks.kernels.summary import OVER_BEST, Run
 from specla.benchmarks.report import Report, Row
-from specla.kernels.gpu.selector import Choice, LayerShape, Measured, Selector
+from specla.kernels.gpu.selector import Choice, LayerShape, Measured, Selector, alike
 from specla.kernels.gpu.tuning import fit
-from specla.kernels.topology import Topology
 
-Place = tuple[Shape, int, int]
-"""Shape, sessions and rows of the bucket: one place of the selector's grid."""
+ROUNDS = 5
 
-Samples = dict[Choice, list[tuple[Topology, float]]]
+Times = dict[str, dict[Choice, float]]
+"""Microseconds of a layer by tree and choice."""
 
 
 def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
-    """Times every choice over the plan's cases, after the same checks, and writes the table of what was measured.
+    """Times every choice on every tree of the plan's places, after the same checks as ever, and writes the table.
 
     Args:
-        plan: its cases are the grid.
-        table: where the selector's table goes; written anew after every case, so that a killed run leaves one.
+        plan: its places are the grid.
+        table: where the selector's table goes; written anew after every place, so that a killed run leaves one.
         budget: seconds after which nothing more is begun.
         say: told about progress, a line at a time.
 
@@ -48,48 +46,69 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
     with clock.stage("checks and compilation"):
         prepared = Preparation(plan).result()
     note_checks(notes, prepared, say)
+    notes["seconds of checks"] = round(clock.elapsed, 1)
     device.wake()
-    found: dict[Place, Samples] = defaultdict(lambda: defaultdict(list))
-    for case in plan.cases:
+    notes["clocks before"] = device.clocks()
+    measured: list[Measured] = []
+    worst = {mode: (0.0, "") for mode in MODES}
+    for place in plan.places:
         if clock.elapsed > budget:
-            notes[f"left out, {case.name}"] = "for lack of time"
+            notes[f"left out, {place.name}"] = "for lack of time"
             continue
-        with clock.stage(case.name):
-            _measure(case, prepared.left_out, found, made, plan.device)
-        _write(found, table)
+        with clock.stage(place.name):
+            times = _times(place, prepared.left_out, plan.device)
+        measured.append(_fitted(place, times))
+        for row in _rows(place, times, measured[-1]):
+            made.report.rows.append(row)
+            for mode in MODES:
+                if row.name == OVER_BEST[mode]:
+                    worst[mode] = max(worst[mode], (row.median, row.case))
+        _write(measured, table)
+    for mode, (ratio, case) in worst.items():
+        if case:
+            made.report.rows.append(Row.of("all places", f"{OVER_BEST[mode]}, the worst", [ratio], "x"))
+            notes[f"worst choice, {mode}"] = f"{ratio:.3f} of the best, {case}"
+    notes["clocks after"] = device.clocks()
     notes["seconds"] = round(clock.elapsed, 1)
     return made
 
 
-def _measure(case: Case, left_out: set[Kernel], found: dict[Place, Samples], made: Run, where: str) -> None:
-    topology = case.topology
-    rows = bucket_rows(len(topology))
-    choices = [
-        choice
-        for choice in candidates(case.shape, case.sessions, topology)
-        if Kernel(case.shape, rows, choice) not in left_out
-    ]
-    times = measure_choices(choices, case.shape, case.sessions, topology, l2=device.l2_bytes(), device=where)
-    for choice, us in zip(choices, times, strict=True):
-        if us < math.inf:
-            found[case.shape, case.sessions, rows][choice].append((topology, us))
-            made.report.rows.append(Row.of(case.name, name_of(choice), [us], "us"))
+def _times(place: Place, left_out: set[Kernel], where: str) -> Times:
+    choices = [c for c in choices_at(place) if Kernel(place.shape, place.rows, c) not in left_out]
+    timer = PlaceTimer(place.shape, place.sessions, place.rows, choices, l2=device.l2_bytes(), device=where)
+    found = {name: timer.medians(topology, rounds=ROUNDS) for name, topology in place.topologies.items()}
+    del timer
+    release()
+    return found
 
 
-def table_of(found: dict[Place, Samples]) -> list[Measured]:
-    """The selector's places from what was timed, each choice fitted over the trees that it ran."""
-    return [
-        Measured(
-            LayerShape(shape.key_width, shape.value_width, shape.value_heads),
-            sessions,
-            rows,
-            tuple(fit(choice, samples) for choice, samples in choices.items()),
-        )
-        for (shape, sessions, rows), choices in found.items()
-    ]
+def _fitted(place: Place, times: Times) -> Measured:
+    """The selector's place: each choice fitted over all trees."""
+    trees = place.topologies
+    choices = next(iter(times.values()))
+    costs = [fit(choice, [(trees[name], us[choice]) for name, us in times.items()]) for choice in choices]
+    return Measured(_layer(place), place.sessions, place.rows, tuple(costs))
 
 
-def _write(found: dict[Place, Samples], table: Path) -> None:
+def _rows(place: Place, times: Times, measured: Measured) -> list[Row]:
+    """What was timed, and how far the fitted choice of each mode is from the best."""
+    selector = Selector(device.name(), [measured])
+    found = []
+    for name, topology in place.topologies.items():
+        us, case = times[name], f"{place.name}, {name}"
+        found += [Row.of(case, name_of(choice), [time], "us") for choice, time in us.items()]
+        for mode in MODES:
+            chosen = selector.choose(mode, _layer(place), [topology] * place.sessions)
+            best = min(time for choice, time in us.items() if mode == "fast" or choice.is_exact)
+            found.append(Row.of(case, OVER_BEST[mode], [us[chosen] / best], "x"))
+    return found
+
+
+def _layer(place: Place) -> LayerShape:
+    return LayerShape(place.shape.key_width, place.shape.value_width, place.shape.value_heads)
+
+
+def _write(measured: list[Measured], table: Path) -> None:
     name = device.name()
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(json.dumps(Selector(name, table_of(found)).to_table([name]), indent=1) + "\n")
+    table.write_text(json.dumps(Selector(name, measured).to_table(alike(name)), indent=1) + "\n")

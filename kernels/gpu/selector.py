@@ -1,9 +1,9 @@
 """Which verification kernel runs a pass: chosen by times measured for a device, a shape, a batch and its trees.
 
-A table holds, for each choice that was measured, what a launch costs at rest and what each unit of the trees' depth
-adds: a serial kernel pays by the steps of its longest group and by the kept states that it fetches, the factorised one
-by the rounds of substitution. `specla bench kernels --tune` measures and fits one (see tuning.py); those of known
-devices ship with the package.
+A table holds, for each choice that was measured, what a launch costs at rest and what a tree's shape adds: a serial
+kernel pays by the steps of its longest group and by the kept states that it fetches, the factorised one by the rounds
+of substitution and by the blocks of rows. `specla bench kernels --tune` measures and fits one (see tuning.py); those of
+known devices ship with the package.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from specla.kernels.gpu.factorised import FactorisedTile
+import numpy as np
+
+from specla.kernels.gpu.factorised import FactorisedTile, factorised_tile
 from specla.kernels.gpu.schedule import fetches, makespan
 from specla.kernels.topology import Topology
 
 TABLES = Path(__file__).parent / "tables"
 _DEFAULT_TABLE = "h200.json"
+
+ALIKE = ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3")
+"""Devices that share a table. An H100 has the multiprocessors of an H200 (132, of the same kind and clocks) and slower
+memory; what ships was measured on an H200 alone."""
 
 Mode = Literal["exact", "fast"]
 
@@ -51,7 +57,8 @@ class Choice(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Microseconds of one launch for trees of a size: base + per_step * steps + per_fetch * fetches."""
+    """Microseconds of one launch for trees of a size: base + per_step * steps + per_fetch * fetches, or what `features`
+    gives in their place."""
 
     choice: Choice
     base: float
@@ -80,10 +87,18 @@ class Measured:
 
 @lru_cache(maxsize=4096)
 def features(choice: Choice, topology: Topology) -> tuple[int, int]:
-    """What a choice's time depends on in a tree: steps of the longest group and fetches, or rounds and 0."""
+    """What a choice's time depends on in a tree: steps of the longest group and its fetches, or rounds and blocks."""
     if choice.kernel == "serial":
         return makespan(topology, choice.groups), fetches(topology, choice.groups)
-    return int(topology.depth.max()), 0
+    block = (choice.tile or factorised_tile(len(topology))).block_n
+    first = np.arange(0, len(topology), block)
+    deepest, shallowest = (f.reduceat(topology.depth, first) for f in (np.maximum, np.minimum))
+    return int((deepest - shallowest).sum()), len(first)
+
+
+def alike(device: str) -> tuple[str, ...]:
+    """The devices that a table measured on this one stands for, this one first."""
+    return (device, *(name for name in ALIKE if name != device)) if device in ALIKE else (device,)
 
 
 class Selector:

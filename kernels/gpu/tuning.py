@@ -9,6 +9,9 @@ import numpy as np
 from specla.kernels.gpu.selector import Choice, Cost, features
 from specla.kernels.topology import Topology
 
+LEAST_KINDS = 3
+"""Kinds of trees for the three costs of a choice."""
+
 
 def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
     """The cost of a choice from launches that were timed, one topology for all sessions of each.
@@ -17,15 +20,20 @@ def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
 
     Args:
         choice: what was launched.
-        samples: a topology and the microseconds of a launch; at least one.
+        samples: a topology and the microseconds of a launch; at least as many kinds of trees, as the choice sees them,
+            as there are costs to tell apart.
 
     Raises:
-        ValueError: no samples, or a time that is not positive and finite.
+        ValueError: too few kinds of trees, or all of as many steps, so that a cost would be a guess; or a time that is
+            not positive and finite.
     """
     times = np.array([time for _, time in samples])
     if not len(times) or not np.isfinite(times).all() or (times <= 0).any():
         raise ValueError(f"times {times}: give at least one, all positive and finite")
     columns = np.array([[1.0, *features(choice, topology)] for topology, _ in samples])
+    kinds = len(np.unique(columns, axis=0))
+    if kinds < LEAST_KINDS or np.ptp(columns[:, 1]) == 0:
+        raise ValueError(f"{choice}: {kinds} kinds of trees: give at least {LEAST_KINDS}, of different steps")
     parts = np.zeros(3)
     used = [i for i in range(3) if i == 0 or np.ptp(columns[:, i]) > 0]
     while True:

@@ -19,24 +19,29 @@ from specla.benchmarks.kernels import (
     cases,
     checks,
     contenders,
+    convolving,
     correctness,
     device,
+    host,
     measure,
+    penalties,
+    place,
     preparation,
     problem,
     restore,
     run,
     sampler,
 )
-from specla.benchmarks.kernels.cases import DEEP, Case, Plan, goals_plan
+from specla.benchmarks.kernels import tune as tune_module
+from specla.benchmarks.kernels.cases import DEEP, Case, Place, Plan, goals_plan
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.preparation import Preparation
 from specla.benchmarks.kernels.replay import MissingLibraryError
 from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape
 from specla.benchmarks.kernels.timing import Graph
-from specla.benchmarks.kernels.topologies import tree
-from specla.benchmarks.kernels.tune import tune
-from specla.kernels.gpu.selector import LayerShape, Selector
+from specla.benchmarks.kernels.topologies import chain, tree
+from specla.kernels.gpu.selector import Choice, Cost, LayerShape, Measured, Selector
+from specla.kernels.topology import Topology
 
 pytestmark = pytest.mark.timeout(400)  # interpreted kernels, on cores that others may use
 
@@ -65,6 +70,12 @@ def captured(work):
     return Direct(work)
 
 
+def a_selector(device):
+    """Chooses two groups, whatever is faster."""
+    costs = (Cost(Choice("serial"), 9.0, 1.0, 1.0), Cost(Choice("serial", groups=2), 1.0, 0.0, 0.0))
+    return Selector(device, [Measured(LayerShape(32, 16, 1), 1, 5, costs)])
+
+
 def missing(kind):
     raise MissingLibraryError("there is none")
 
@@ -79,8 +90,10 @@ def small(monkeypatch):
     for module in (contenders, correctness, problem):
         monkeypatch.setattr(module, "RING", 4)
     monkeypatch.setattr(Graph, "capture", staticmethod(captured))
-    for module in (candidates, measure):
-        monkeypatch.setattr(module, "TUNING_ROUNDS", 1)
+    monkeypatch.setattr(measure, "TUNING_ROUNDS", 1)
+    monkeypatch.setattr(tune_module, "ROUNDS", 1)
+    monkeypatch.setattr(place, "RING", 4)
+    monkeypatch.setattr(Selector, "for_device", staticmethod(a_selector))
     found = {"require": None, "describe": "a GPU, small", "name": "a GPU", "clocks": "unknown", "wake": None}
     found |= {"copy_bandwidth": 4e12, "l2_bytes": 1}
     for name, value in found.items():
@@ -158,7 +171,7 @@ class TestPreparation:
         monkeypatch.setattr(checks, "Ours", cannot)
         case = Case(shape=SMALL[PAPER], sessions=1, tree=DEEP, replay=())
         prepared = Preparation(Plan(cases=(case,), samplers=(), drift_steps=0, device="cpu", processes=1)).result()
-        assert prepared.left_out == set(preparation.kernels_of([case]))
+        assert prepared.left_out == set(preparation.kernels_of(Plan(cases=(case,))))
         assert all("too many registers" in why for why in prepared.unfit.values())
 
     def test_a_check_that_breaks_off_is_named(self, small, monkeypatch):
@@ -170,20 +183,69 @@ class TestPreparation:
 
     def test_every_kernel_that_is_timed_has_a_task(self):
         plan = goals_plan()
-        names = set(preparation.tasks(plan))
-        assert {str(kernel) for kernel in preparation.kernels_of(plan.cases)} <= names
+        kernels = preparation.kernels_of(plan)
+        names = set(preparation.tasks(plan, kernels))
+        assert {str(kernel) for kernel in kernels} <= names
         assert len([name for name in names if name.startswith("replay")]) == 1
 
 
 class TestTune:
-    def test_writes_a_table_that_the_selector_reads(self, small, tmp_path):
-        cut = [Case(shape=SMALL[PAPER], sessions=1, tree=t, replay=()) for t in (DEEP, "chain of 4")]
-        plan = Plan(cases=tuple(cut), samplers=(), drift_steps=0, device="cpu", processes=1)
-        done = tune(plan, tmp_path / "table.json", budget=600, say=lambda line: None)
+    def test_writes_a_table_that_the_selector_reads(self, small, monkeypatch, tmp_path):
+        star = Topology.from_wire([-1, -1])
+        trees = {"chain of 5": chain(5), "chain of 4": chain(4), "a fork": tree(2, 2, 5), "a star": star}
+        for name, topology in trees.items():
+            monkeypatch.setitem(cases.TREES, name, lambda topology=topology: topology)
+        spot = Place(shape=SMALL[PAPER], sessions=1, rows=5, trees=tuple(trees))
+        plan = Plan(places=(spot,), drift_steps=0, device="cpu", processes=1)
+        done = tune_module.tune(plan, tmp_path / "table.json", budget=600, say=lambda line: None)
         selector = Selector.read(tmp_path / "table.json")
         assert selector.device == "a GPU"
         (place,) = selector.measured
         assert (place.shape, place.sessions, place.rows) == (LayerShape(32, 16, 1), 1, 5)
-        assert {cost.choice for cost in place.costs} == set(candidates.candidates(SMALL[PAPER], 1, tree(2, 2, 5)))
-        assert selector.choose("exact", place.shape, [tree(2, 2, 5)]).is_exact
-        assert len(done.report.rows) == 2 * len(place.costs)
+        assert {cost.choice for cost in place.costs} == set(candidates.candidates(spot.shape, 1, list(trees.values())))
+        assert selector.choose("exact", place.shape, [trees["a fork"]]).is_exact
+        timed = [row for row in done.report.rows if row.unit == "us"]
+        assert len(timed) == 4 * len(place.costs)
+        assert len(done.report.rows) - len(timed) == 2 * 4 + 2  # each mode's choice over the best, and the worst
+
+
+class TestOthers:
+    def test_convolution_penalties_and_the_host_are_rows(self, small, monkeypatch):
+        shape = Shape("small", 1, 2, 16, 16)
+        monkeypatch.setattr(convolving, "PAPER", shape)
+        monkeypatch.setattr(convolving, "ROWS", (5,))
+        monkeypatch.setattr(convolving, "SESSIONS", (1, 2))
+        monkeypatch.setattr(convolving, "eagle_like", lambda rows: tree(2, 2, rows))
+        monkeypatch.setattr(penalties, "ROWS", 5)
+        monkeypatch.setattr(penalties, "VOCABULARY", 100)
+        monkeypatch.setattr(penalties, "LENGTHS", (0, 30))
+        for module in (convolving, penalties):
+            monkeypatch.setattr(module, "ROUNDS", 1)
+        monkeypatch.setattr(host, "SIZES", ((2, 4),))
+        plan = Plan(drift_steps=0, others=True, device="cpu", processes=1)
+        done = run.run(plan, budget=600, say=lambda line: None, save=lambda report: None)
+        assert not [note for note in done.report.notes if note.startswith("failed")]
+        rows = {(row.case, row.name) for row in done.report.rows}
+        assert (convolving.CASE, "small, 2 sessions x 5 rows, over the time to move the bytes once") in rows
+        assert len([row for row in rows if row[0] == convolving.CASE]) == 4
+        assert len([row for row in done.report.rows if row.case == penalties.CASE]) == 2
+        assert (host.CASE, "fill, fresh trees, 2 sessions x 4 rows") in rows
+
+    def test_wrong_rows_and_logits_are_not_timed(self, small, monkeypatch):
+        made = convolving.Convolving(Shape("small", 1, 2, 16, 16), 1, 8, layers=1, device="cpu")
+        made.check()
+        monkeypatch.setattr(convolving, "tree_convolution", lambda *args: None)
+        with pytest.raises(convolving.WrongRowsError, match="q of the convolution"):
+            made.check()
+        monkeypatch.setattr(penalties, "ROWS", 2)
+        monkeypatch.setattr(penalties, "VOCABULARY", 100)
+        monkeypatch.setattr(penalties, "adjust_logits", lambda logits, entries: None)
+        with pytest.raises(penalties.WrongLogitsError, match="row 0 of 2"):
+            penalties.warm("cpu")
+
+
+def test_tokens_at_the_border_of_top_p_may_differ():
+    row = torch.log(torch.tensor([0.5, 0.4, 0.06, 0.04]))  # 0.9 of the weights lie before the third
+    assert sampler._at_the_border(row, 2, 0)
+    assert not sampler._at_the_border(row, 3, 0)
+    assert not sampler._at_the_border(row, -1, 0)

@@ -15,30 +15,33 @@ from typer.testing import CliRunner
 
 from specla.benchmarks.cli import bench
 from specla.benchmarks.kernels import drift, restore
-from specla.benchmarks.kernels.candidates import best, bucket_rows, candidates
-from specla.benchmarks.kernels.cases import GOAL_CASES, TREES, all_cases, goals_plan, tuning_plan
+from specla.benchmarks.kernels.candidates import BUCKETS, best, bucket_rows, candidates
+from specla.benchmarks.kernels.cases import DEEP, GOAL_CASES, WIDE_TREE, all_cases, goals_plan, tuning_plan
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.goals import case_name, goals, ratio
-from specla.benchmarks.kernels.measure import REPLAYS, RING, STAND_ALONE, Timed
+from specla.benchmarks.kernels.measure import BEST, REPLAYS, RING, STAND_ALONE, Timed
 from specla.benchmarks.kernels.pictures import DRIFT, TIMES, draw
-from specla.benchmarks.kernels.run import Run, summarise
 from specla.benchmarks.kernels.sampler import DEFAULT
-from specla.benchmarks.kernels.shapes import PAPER, WIDE, Shape, bytes_once
+from specla.benchmarks.kernels.shapes import NARROW, PAPER, WIDE, Shape, bytes_once
+from specla.benchmarks.kernels.summary import OVER_BEST, Run, summarise
 from specla.benchmarks.kernels.timing import in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import chain, eagle_like
 from specla.benchmarks.report import Report
 from specla.kernels.gpu.factorised import FactorisedTile
-from specla.kernels.gpu.selector import Choice
+from specla.kernels.gpu.selector import Choice, features
+from specla.kernels.gpu.tuning import LEAST_KINDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def timed(case, **samples):
-    return Timed(case, samples, {"serial": 9.0}, {"exact": "serial", "fast": "serial"}, 4_000_000, 4, 90, {"a": "why"})
+    chosen, best = {"exact": "serial", "fast": "serial"}, {"exact": "serial", "fast": "factorised"}
+    return Timed(case, samples, {"serial": 9.0}, chosen, best, 4_000_000, 4, 90, {"a": "why"})
 
 
 def all_timed():
     us = {"exact": [8.0, 8.0], "fast": [4.0, 5.0], STAND_ALONE["fast"]: [6.0, 10.0], RING["fast"]: [3.0, 4.0]}
+    us |= {BEST["exact"]: [8.0, 8.0], BEST["fast"]: [4.0, 4.0]}
     us |= {REPLAYS["recurrent", False]: [40.0, 60.0], REPLAYS["recurrent", True]: [8.0, 11.0]}
     return {case.name: timed(case, **us) for case in GOAL_CASES}
 
@@ -92,19 +95,37 @@ class TestCases:
         assert len({case.name for case in cases}) == len(cases)
 
     def test_the_grid_is_whole(self):
-        wanted = {(s, t) for s in (1, 4, 16, 64) for t in TREES if not t.endswith(("of 16", "of 32", "of 129"))}
-        wanted |= {(s, "chain of 16") for s in (1, 4, 16, 64)}
+        trees = [
+            DEEP,
+            WIDE_TREE,
+            *(f"chain of {n}" for n in (4, 8, 16)),
+            *(f"EAGLE-like tree of {n}" for n in (64, 128)),
+        ]
+        wanted = {(s, t) for s in (1, 4, 16, 64) for t in trees}
         for shape in (PAPER, WIDE):
             assert wanted <= {(c.sessions, c.tree) for c in all_cases() if c.shape == shape}
 
     def test_the_chunked_kernel_runs_on_the_papers_trees(self):
         assert [c.tree for c in all_cases() if "chunked" in c.replay] == ["tree (2, 12, 16)", "tree (4, 4, 32)"]
 
-    def test_tuning_covers_sessions(self):
+    def test_tuning_covers_shapes_sessions_and_buckets(self):
         plan = tuning_plan()
-        assert {case.sessions for case in plan.cases} == {1, 4, 16, 64}
+        found = {(place.shape, place.sessions, place.rows) for place in plan.places}
+        assert found == {(s, n, r) for s in (PAPER, WIDE, NARROW) for n in (1, 4, 16, 64) for r in BUCKETS}
+        assert len({place.name for place in plan.places}) == len(plan.places) == len(found)
+        assert not plan.cases
         assert not plan.samplers
         assert not plan.drift_steps
+
+    @pytest.mark.parametrize("rows", BUCKETS)
+    def test_a_places_trees_tell_all_costs_apart(self, rows):
+        place = next(p for p in tuning_plan().places if p.rows == rows)
+        trees = list(place.topologies.values())
+        assert max(map(len, trees)) == rows
+        for choice in candidates(PAPER, 1, trees, rows):
+            kinds = {features(choice, topology) for topology in trees}
+            assert len(kinds) >= LEAST_KINDS
+            assert len({steps for steps, _ in kinds}) > 1
 
     def test_the_short_plan_is_the_goals_with_fewer_rounds(self):
         plan = goals_plan()
@@ -116,7 +137,8 @@ class TestCases:
 class TestCandidates:
     def test_groups_up_to_the_leaves_and_what_fits_at_once(self):
         def groups(*case):
-            return [c.groups for c in candidates(*case) if c.kernel == "serial"]
+            shape, sessions, topology = case
+            return [c.groups for c in candidates(shape, sessions, [topology]) if c.kernel == "serial"]
 
         assert groups(PAPER, 1, eagle_like(16)) == [1, 2, 4]
         assert groups(PAPER, 1, eagle_like(64)) == [1, 2, 4, 8]
@@ -128,15 +150,15 @@ class TestCandidates:
     @pytest.mark.parametrize("sessions", [1, 16, 64])
     def test_three_tiles_at_most_that_the_shape_can_have(self, shape, sessions):
         for rows in (16, 32, 64, 129):
-            tiles = [c.tile for c in candidates(shape, sessions, eagle_like(rows)) if c.kernel == "factorised"]
+            tiles = [c.tile for c in candidates(shape, sessions, [eagle_like(rows)]) if c.kernel == "factorised"]
             assert 1 <= len(tiles) <= 3
             assert len(set(tiles)) == len(tiles)
             assert all(tile.part_k <= shape.key_width for tile in tiles)
             assert all(tile.block_n == (16 if rows == 16 else 32) for tile in tiles)
 
     def test_few_programs_get_narrow_tiles(self):
-        assert candidates(PAPER, 1, eagle_like(16))[-3].tile == FactorisedTile(16, 16, 256, 4)
-        assert max(c.tile.block_v for c in candidates(PAPER, 16, eagle_like(16)) if c.tile) == 32
+        assert candidates(PAPER, 1, [eagle_like(16)])[-3].tile == FactorisedTile(16, 16, 256, 4)
+        assert max(c.tile.block_v for c in candidates(PAPER, 16, [eagle_like(16)]) if c.tile) == 32
 
     def test_exact_mode_chooses_among_serial_kernels(self):
         times = {Choice("serial"): 9.0, Choice("serial", 2): 7.0, Choice("factorised"): 5.0}
@@ -188,6 +210,11 @@ class TestSummary:
         case = GOAL_CASES[0].name
         rows = {row.name: row for row in made.report.rows if row.case == case}
         assert rows["fast"].median == 4.5
+        assert rows[OVER_BEST["fast"]].median == pytest.approx(1.125)
+        assert rows[OVER_BEST["exact"]].median == 1
+        worst = next(row for row in made.report.rows if row.name == f"{OVER_BEST['fast']}, the worst")
+        assert (worst.case, worst.median) == ("all cases", pytest.approx(1.125))
+        assert made.report.notes["worst choice, fast"].startswith("1.125 of the best, ")
         assert rows["exact, bytes moved once over time"].median == pytest.approx(500.0)  # 4 MB in 8 us
         assert rows["exact, of the copy bandwidth"].median == pytest.approx(0.125)
         assert rows[f"{REPLAYS['recurrent', True]}, over fast"].median == pytest.approx(2.1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from specla.benchmarks import report
 from specla.benchmarks.report import Goal, Report, Row, command_line
 
 
@@ -44,3 +45,11 @@ def test_json_holds_rows_goals_and_where_they_come_from(tmp_path: Path, monkeypa
     assert read["rows"][0]["median"] == 1.0
     assert "python" in read["versions"]
     assert not made.all_met
+
+
+def test_without_git_the_commit_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.shutil, "which", lambda name: None)
+    monkeypatch.delenv("SPECLA_COMMIT", raising=False)
+    assert report.versions()["commit"] == "unknown"
+    monkeypatch.setenv("SPECLA_COMMIT", "1a2b3c4")
+    assert report.versions()["commit"] == "1a2b3c4"
