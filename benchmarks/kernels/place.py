@@ -118,3 +118,10 @@ class PlaceTimer:
                 launch(self._rows, self._state[layer], pool, batch, self._o)
 
         return Work(name_of(choice), layers, lambda: run(1), run)
+
+
+def warm(shape: Shape, rows: int, choice: Choice, device: str = "cuda") -> None:
+    """Compiles one choice for a bucket of so many rows, whatever the number of sessions."""
+    PlaceTimer(shape, 1, rows, [choice], l2=0, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
