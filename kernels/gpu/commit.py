@@ -2,8 +2,9 @@
 
 `apply_pending` is the only code in exact mode that turns accepted factors into state: one token after the other and
 with the operations of a serial step (s <- alpha s, then s <- fma(k, u, s)), so a state has the bits of plain decoding
-however it was reached. `flush` does it alone, for sessions that are about to sit out, to move or to be saved. The
-factorised kernel has a form of its own (factorised.py).
+however it was reached. `flush` does it alone, for sessions that are about to sit out, to move or to be saved, in one of
+two forms with the same bits: tiles, here, and on a GPU for most shapes a stream of them (flush_streamed.py). The
+factorised kernel has a commit of its own (factorised.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.flush_streamed import flush_streamed, streams
 
 AT_ONCE = 4
 """Pending factors whose loads are in flight together."""
@@ -225,8 +227,6 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
     Raises:
         ValueError: shapes, types or devices do not belong together.
     """
-    *_, slots, value_heads, key_width, value_width = state.shape
-    layers = state.shape[0] if state.dim() == 5 else 1
     check_state(state, pool)
     sessions = slot.shape[0]
     named = (slot, pending, pending_len)
@@ -237,9 +237,17 @@ def flush(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pendin
             "give int32 [B], [B, P] and [B]"
         )
     check_places(*named, state=state, aligned=False)
-    most = pending.shape[1]
-    if not most:
+    if not pending.shape[1]:
         return
+    streamed = state.is_cuda and not triton.knobs.runtime.interpret and streams(*state.shape[-2:])
+    (flush_streamed if streamed else flush_tiles)(state, pool, slot, pending, pending_len)
+
+
+def flush_tiles(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tensor, pending_len: Tensor) -> None:
+    """`flush`, which has checked the arguments, for any shape; P is not 0."""
+    *_, slots, value_heads, key_width, value_width = state.shape
+    layers = state.shape[0] if state.dim() == 5 else 1
+    sessions, most = pending.shape
     block_v = min(max(LINE.value, triton.next_power_of_2(value_width)), _FLUSH_COLUMNS)
     lanes = _FLUSH_WARPS * 32 * 4 // block_v  # a row takes a thread for every four columns
     block_k = min(_FLUSH_ROWS, triton.next_power_of_2(triton.cdiv(key_width, lanes)))
