@@ -74,12 +74,20 @@ def _lists(slots: Sequence[int], paths: Sequence[Sequence[int]], device: torch.d
     )
 
 
-def check_rows(dims: Dims, trees: Sequence[Topology], device: torch.device, groups: Sequence[int], gates: str) -> None:
+def check_rows(
+    dims: Dims,
+    trees: Sequence[Topology],
+    device: torch.device,
+    groups: Sequence[int],
+    gates: str,
+    out_dtype: torch.dtype = torch.float32,
+) -> None:
     pending = [(3 * b) % 8 for b in range(len(trees))]
-    first = make_layer(dims, trees, device, pending=pending, gates=gates)
+    first = make_layer(dims, trees, device, pending=pending, gates=gates, out_dtype=out_dtype)
     alone = decode(first.clone())
+    assert alone[0].dtype == out_dtype
     for count in groups:
-        layer = make_layer(dims, trees, device, pending=pending, gates=gates, groups=count)
+        layer = make_layer(dims, trees, device, pending=pending, gates=gates, groups=count, out_dtype=out_dtype)
         together = run(layer)
         assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), f"{count} groups"
 
@@ -119,11 +127,29 @@ def test_a_ring_of_pending_factors_changes_no_bit(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["mixed", "mild", "extreme"])
+@pytest.mark.parametrize("outputs", ["float32", "model dtype"])
 @pytest.mark.parametrize("dims", WIDE, ids=lambda d: f"{d.key_width}x{d.value_width}")
-def test_rows_on_a_gpu(device: torch.device, dims: Dims, gates: str) -> None:
+def test_rows_on_a_gpu(device: torch.device, dims: Dims, outputs: str, gates: str) -> None:
     rng = random.Random(dims.key_width)
     trees = [random_tree(rng, n) for n in (1, 2, 17, 40, 64)] + [chain(16), TREES[0], random_tree(rng, 129)]
-    check_rows(dims, trees, device, [1, 2, 4, 8], gates)
+    check_rows(dims, trees, device, [1, 2, 4, 8], gates, torch.float32 if outputs == "float32" else dims.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dims", WIDE, ids=lambda d: f"{d.key_width}x{d.value_width}")
+def test_outputs_are_rounded_alone_on_a_gpu(device: torch.device, dims: Dims, groups: int) -> None:
+    """The dtype of the outputs changes nothing else, and each is the float32 one rounded."""
+    rng = random.Random(dims.value_width)
+    trees = [random_tree(rng, n) for n in (1, 16, 33)] + [chain(9)]
+    exact, rounded = (
+        make_layer(dims, trees, device, pending=[0, 1, 8, 5], groups=groups, out_dtype=dtype)
+        for dtype in (torch.float32, dims.dtype)
+    )
+    (o, u), (o_rounded, u_rounded) = run(exact), run(rounded)
+    assert torch.equal(o.to(dims.dtype), o_rounded)
+    assert torch.equal(u, u_rounded)
+    assert torch.equal(exact.state, rounded.state)
 
 
 @pytest.mark.gpu
