@@ -9,13 +9,16 @@ import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from specla.benchmarks.kernels.launch import name_of
-from specla.benchmarks.kernels.problem import Problem
+from specla.benchmarks.kernels.problem import RING, Problem
 from specla.benchmarks.kernels.shapes import Shape, bytes_apart
 from specla.benchmarks.kernels.timing import Graph, Work, layers_needed
 from specla.benchmarks.kernels.topologies import accepted_rows
-from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, why_unfit
+from specla.kernels.gpu.held import HeldTile
+from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.selector import Choice, Mode
 from specla.kernels.gpu.serial import serial_tile
+from specla.kernels.gpu.streamed import MOST_ROWS, StreamedTile
 from specla.kernels.topology import Topology
 
 BUCKETS = (16, 32, 64, 128, 129)
@@ -23,8 +26,7 @@ BUCKETS = (16, 32, 64, 128, 129)
 
 TUNING_ROUNDS = 5
 _PROCESSORS = 132
-_RESIDENT = _PROCESSORS * 16  # programs of one warp beyond which more groups only wait
-_NARROW = 16  # columns of the narrowest tile
+_RESIDENT = _PROCESSORS * 16 * 2  # warps beyond which more groups only wait
 
 UNFIT = (OutOfResources, PTXASError)
 """What a kernel raises that the GPU cannot hold: it is then no candidate. Any other error is a fault of ours."""
@@ -36,7 +38,7 @@ def bucket_rows(rows: int) -> int:
 
 
 def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows: int | None = None) -> list[Choice]:
-    """What is worth measuring: the serial kernel by groups up to the leaves, the factorised one by three tiles.
+    """What is worth measuring: the serial kernel by groups up to the leaves, the factorised one by its forms.
 
     Args:
         shape: of the layer.
@@ -46,12 +48,15 @@ def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows
     """
     leaves = max(sum(not children for children in topology.children) for topology in topologies)
     rows = rows or bucket_rows(max(map(len, topologies)))
-    tile = serial_tile(shape.key_width)
-    programs = sessions * shape.value_heads * -(-shape.value_width // tile.block_v)
-    groups = [n for n in (2, 4, 8)[: 2 if rows <= 16 else 3] if n <= leaves and programs * n <= _RESIDENT]
-    tiles = dict.fromkeys(
-        tile._replace(part_k=min(tile.part_k, shape.key_width)) for tile in _tiles(shape, sessions, rows)
-    )
+    tile = serial_tile(shape.key_width, shape.value_width)
+    warps = sessions * shape.value_heads * -(-shape.value_width // tile.block_v) * tile.warps
+    groups = [n for n in _groups(rows) if n <= leaves and warps * n <= _RESIDENT]
+    bucket = Bucket(sessions=sessions, rows=sessions * rows, tree_rows=rows, pending=RING)
+    widths = shape.key_width, shape.value_width
+    tiles: list[AnyTile] = [t for t in _tiles(sessions, rows) if not why_unfit(t, bucket, *widths, torch.bfloat16)]
+    if not tiles:
+        n = 16 if rows <= 16 else 32
+        tiles = [FactorisedTile(n, 16, min(256 if n == 16 else 128, shape.key_width), 4)]
     return [
         Choice("serial"),
         *(Choice("serial", n) for n in groups),
@@ -59,17 +64,17 @@ def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows
     ]
 
 
-def _tiles(shape: Shape, sessions: int, rows: int) -> list[FactorisedTile]:
-    """Narrow tiles where programs are fewer than the GPU holds, wider ones where a program should do more."""
-    n = 16 if rows <= 16 else 32
-    if sessions * shape.value_heads * shape.value_width // _NARROW <= 2 * _PROCESSORS:
-        return [
-            FactorisedTile(n, 16, 256, 4),
-            FactorisedTile(n, 16, 256, 2 if n == 16 else 8),
-            FactorisedTile(n, 16, 128, 4),
-        ]
-    widest = FactorisedTile(16, 32, 256, 8) if n == 16 else FactorisedTile(32, 64, 128, 8)
-    return [FactorisedTile(n, 16, 256 if n == 16 else 128, 4), FactorisedTile(n, 32, 128, 4), widest]
+def _groups(rows: int) -> tuple[int, ...]:
+    if rows <= 32:
+        return (2, 4) if rows <= 16 else (2, 3, 4)
+    return (3, 4, 6, 8)
+
+
+def _tiles(sessions: int, rows: int) -> list[AnyTile]:
+    """The state in registers, shared by few warps or many; for small trees of several sessions a stream of it."""
+    if sessions == 1 or rows > MOST_ROWS:
+        return [HeldTile(4), HeldTile(2), HeldTile(1)]
+    return [StreamedTile(32, 3, 128), StreamedTile(64, 3), StreamedTile(64, 4), HeldTile(4)]
 
 
 def best(times: dict[Choice, float], mode: Mode) -> Choice:

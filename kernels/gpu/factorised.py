@@ -17,21 +17,31 @@ Numerics. Path sums are integers in units of 2^-18 (each g rounded once, below -
 nothing), so D_ij = G_i - G_j is exact, however strong a decay lies above both. Products of float32 operands are split
 into bfloat16 halves (three products, errors of 2^-16); q and k in bfloat16 are exact already and S is split in two.
 q and k in other dtypes meet S in three products of tf32.
+
+Three forms do this: the one below takes all widths, dtypes and trees and runs in Triton's interpreter; held.py and
+streamed.py are much quicker for bfloat16 and the usual widths, the one for few sessions, the other for many with trees
+of up to 16 rows.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specla.kernels.gpu import streamed
 from specla.kernels.gpu.commit import prefetch
 from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.held import HeldTile, launch_held
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.pass_batch import PassBatch
+from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.serial import check_layer
+from specla.kernels.gpu.serial_split import WIDTHS
+from specla.kernels.gpu.streamed import StreamedTile
 
 _LOWEST = -40.0  # e^-40 = 4e-18
 _UNITS = 262144.0  # 2^18: 129 rows of -40 stay below 2^31
@@ -50,11 +60,38 @@ class FactorisedTile(NamedTuple):
     warps: int = 4
 
 
+AnyTile = FactorisedTile | HeldTile | StreamedTile
+"""A form and how it cuts its work."""
+
+
 def factorised_tile(tree_rows: int) -> FactorisedTile:
-    """A tile that does well for trees of up to `tree_rows` rows; the selector knows better ones."""
+    """A tile of the general form that does well for trees of up to `tree_rows` rows; the selector knows better ones."""
     if tree_rows <= 32:
         return FactorisedTile(16 if tree_rows <= 16 else 32, 16)
     return FactorisedTile(32, 16, part_k=128)
+
+
+def why_unfit(tile: AnyTile, bucket: Bucket, key_width: int, value_width: int, dtype: torch.dtype) -> str:
+    """What keeps a tile from verifying such layers; empty if nothing does."""
+    if isinstance(tile, FactorisedTile):
+        cut = tile.block_n in (16, 32) and tile.block_v in (16, 32, 64) and tile.part_k in (16, 32, 64, 128, 256)
+        return "" if cut else "want block_n 16 or 32, block_v 16, 32 or 64, part_k a power of two from 16 to 256"
+    if triton.knobs.runtime.interpret:
+        return "runs on a GPU alone"
+    if dtype != torch.bfloat16 or key_width not in WIDTHS:
+        return f"want bfloat16 and keys of width {', '.join(map(str, WIDTHS))}"
+    if isinstance(tile, HeldTile):
+        fits = tile.warps in (1, 2, 4) and value_width % 16 == 0
+        return "" if fits else "want 1, 2 or 4 warps and V a multiple of 16"
+    if tile.part_k not in (32, 64) or tile.stages < 2:
+        return "want part_k 32 or 64 and at least 2 stages"
+    sizes = bucket.tree_rows <= streamed.MOST_ROWS and bucket.pending <= streamed.MOST_PENDING
+    if not (sizes and value_width % streamed.COLUMNS == 0):
+        return (
+            f"want trees of up to {streamed.MOST_ROWS} rows, up to {streamed.MOST_PENDING} pending factors and V a "
+            f"multiple of {streamed.COLUMNS}"
+        )
+    return ""
 
 
 @triton.jit
@@ -221,6 +258,7 @@ def verify_factorised_kernel(
     BP: tl.constexpr,
     LOWEST: tl.constexpr,
     UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Grid (tiles of V, HV, sessions)."""
@@ -231,6 +269,8 @@ def verify_factorised_kernel(
     n_pending = tl.load(p_pending_len + i_b)
     write_state = tl.load(p_write_state + i_b)
     if slot < 0:
+        if OVERLAP:  # as in held.py
+            gdc_wait()
         return
     i_hk = i_h // (HV // H)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -252,6 +292,9 @@ def verify_factorised_kernel(
     p_ancestors += start * WORDS
     if not INTERPRETED:
         prefetch(p_state + tl.minimum(tl.arange(0, BK), K - 1) * V + i_v * BV)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row, u_p, decay_p = _weighted(p_pending, 0, n_pending, p_pool_u, p_pool_g, o_v, HV, V, BP)
 
     for i_n in range(0, 1 if BLOCKS == 1 else tl.cdiv(n, BN)):
@@ -327,18 +370,46 @@ def verify_factorised(
     pool: FactorPool,
     batch: PassBatch,
     o: Tensor,
-    tile: FactorisedTile | None = None,
+    tile: AnyTile | None = None,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Outputs and factors of all rows, each continuing the state of its parent; fast.
 
-    Arguments, results and errors as for `serial.verify_serial`; `tile` is the selector's, or a default. Outputs,
-    factors and committed states depend, in the last bits, on the tree and the path.
+    Arguments, results and errors as for `serial.verify_serial`; `tile` is the selector's, or a default. Outputs and
+    factors depend, in the last bits, on the tree, the path and the tile.
+
+    Raises:
+        ValueError: the tile does not fit the layer or the bucket.
     """
     check_layer(rows, state, pool, batch, o)
+    bucket, (key_width, value_width) = batch.bucket, state.shape[2:]
+    if tile is None:
+        held = HeldTile(4)
+        fits = not why_unfit(held, bucket, key_width, value_width, rows.k.dtype)
+        tile = held if fits else factorised_tile(bucket.tree_rows)
+    reason = why_unfit(tile, bucket, key_width, value_width, rows.k.dtype)
+    if reason:
+        raise ValueError(f"{tile} for {bucket}, {key_width} x {value_width}, {rows.k.dtype}: {reason}")
+    overlap = overlap and not triton.knobs.runtime.interpret
+    if isinstance(tile, HeldTile):
+        launch_held(rows, state, pool, batch, o, tile, overlap)
+    elif isinstance(tile, StreamedTile):
+        streamed.launch_streamed(rows, state, pool, batch, o, tile, overlap)
+    else:
+        _launch_factorised(rows, state, pool, batch, o, tile, overlap)
+
+
+def _launch_factorised(
+    rows: LayerRows,
+    state: Tensor,
+    pool: FactorPool,
+    batch: PassBatch,
+    o: Tensor,
+    tile: FactorisedTile,
+    overlap: bool,
+) -> None:
     bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
-    tile = tile or factorised_tile(bucket.tree_rows)
-    if tile.block_n not in (16, 32) or tile.block_v not in (16, 32, 64) or tile.part_k not in (16, 32, 64, 128, 256):
-        raise ValueError(f"{tile}: want block_n 16 or 32, block_v 16, 32 or 64, part_k a power of two from 16 to 256")
     block_k = triton.next_power_of_2(key_width)
     verify_factorised_kernel[(triton.cdiv(value_width, tile.block_v), value_heads, bucket.sessions)](
         *rows,
@@ -370,7 +441,9 @@ def verify_factorised(
         BP=_AT_ONCE,
         LOWEST=_LOWEST,
         UNITS=_UNITS,
+        OVERLAP=overlap,
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=tile.warps,
         num_stages=1,
+        launch_pdl=overlap,
     )

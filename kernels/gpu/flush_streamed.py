@@ -74,9 +74,9 @@ def flush_streamed_kernel(
     STAGES: gl.constexpr,
     HELD: gl.constexpr,
     GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Grid (runs of K x tiles of V, HV, layers * sessions): a program has TILES tiles [ROWS, BV] below one another."""
-    WARPS: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = _tile(WARPS, BV)
     DOWN: gl.constexpr = gl.SliceLayout(1, TILE)
     ACROSS: gl.constexpr = gl.SliceLayout(0, TILE)
@@ -200,5 +200,6 @@ def flush_streamed(state: Tensor, pool: FactorPool, slot: Tensor, pending: Tenso
         STAGES=_STAGES,
         HELD=_HELD,
         GROUP=_GROUP,
+        WARPS=_WARPS,
         num_warps=_WARPS,
     )

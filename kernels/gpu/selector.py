@@ -19,8 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specla.kernels.gpu.factorised import FactorisedTile, factorised_tile
+from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.schedule import fetches, makespan
+from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
 TABLES = Path(__file__).parent / "tables"
@@ -47,8 +49,8 @@ class Choice(NamedTuple):
     kernel: Literal["serial", "factorised"]
     groups: int = 1
     """Programs that share a tree in the serial kernel: 1 walks chains and whole trees, more is chain-decomposed."""
-    tile: FactorisedTile | None = None
-    """Of the factorised kernel."""
+    tile: AnyTile | None = None
+    """Of the factorised kernel: which of its forms, and how it is cut."""
 
     @property
     def is_exact(self) -> bool:
@@ -90,7 +92,8 @@ def features(choice: Choice, topology: Topology) -> tuple[int, int]:
     """What a choice's time depends on in a tree: steps of the longest group and its fetches, or rounds and blocks."""
     if choice.kernel == "serial":
         return makespan(topology, choice.groups), fetches(topology, choice.groups)
-    block = (choice.tile or factorised_tile(len(topology))).block_n
+    tile = choice.tile or factorised_tile(len(topology))
+    block = tile.block_n if isinstance(tile, FactorisedTile) else 16
     first = np.arange(0, len(topology), block)
     deepest, shallowest = (f.reduceat(topology.depth, first) for f in (np.maximum, np.minimum))
     return int((deepest - shallowest).sum()), len(first)
@@ -173,12 +176,22 @@ class Selector:
         return min(self.measured, key=distance)
 
 
+_FORMS: dict[type[AnyTile], str] = {FactorisedTile: "general", HeldTile: "held", StreamedTile: "streamed"}
+
+
+def _tile_from(entry: list[Any] | None) -> AnyTile | None:
+    if entry is None:
+        return None
+    form, *sizes = entry
+    return next(tile for tile, name in _FORMS.items() if name == form)(*sizes)
+
+
 def _place_to(place: Measured) -> dict[str, Any]:
     costs = [
         {
             "kernel": cost.choice.kernel,
             "groups": cost.choice.groups,
-            "tile": None if cost.choice.tile is None else list(cost.choice.tile),
+            "tile": None if cost.choice.tile is None else [_FORMS[type(cost.choice.tile)], *cost.choice.tile],
             "base_us": round(cost.base, 3),
             "per_step_us": round(cost.per_step, 4),
             "per_fetch_us": round(cost.per_fetch, 4),
@@ -191,7 +204,7 @@ def _place_to(place: Measured) -> dict[str, Any]:
 def _place_from(entry: dict[str, Any]) -> Measured:
     costs = tuple(
         Cost(
-            Choice(cost["kernel"], cost["groups"], None if cost["tile"] is None else FactorisedTile(*cost["tile"])),
+            Choice(cost["kernel"], cost["groups"], _tile_from(cost["tile"])),
             cost["base_us"],
             cost["per_step_us"],
             cost["per_fetch_us"],

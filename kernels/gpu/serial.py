@@ -14,12 +14,14 @@ alone: not on the tree, the batch, the groups, or whether its ancestors were can
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.commit import (
     AT_ONCE,
@@ -35,6 +37,7 @@ from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, PLACES, ROW_BITS
+from specla.kernels.gpu.serial_split import COLUMNS, WARPS, WIDTHS, launch_split
 
 _PREFETCHED = 8  # pending factors that are asked for as early as the state
 
@@ -47,14 +50,22 @@ class Tile(NamedTuple):
     warps: int
 
 
-def serial_tile(key_width: int) -> Tile:
-    """The tile for a key width, whatever the batch: one warp, so that no sum crosses warps."""
+def serial_tile(key_width: int, value_width: int) -> Tile:
+    """The tile for a layer's widths, whatever the batch. With one warp no sum crosses warps."""
+    if splits(key_width, value_width):
+        return Tile(key_width, COLUMNS, WARPS)
     block_k = triton.next_power_of_2(key_width)
     return Tile(block_k, 8 if block_k <= 256 else 4, 1)
 
 
-class SerialWorkspace(NamedTuple):
-    """What the serial kernels keep during one launch; one serves all layers and passes of a bucket."""
+def splits(key_width: int, value_width: int) -> bool:
+    """Whether layers of these widths take the form of serial_split.py."""
+    return key_width in WIDTHS and value_width % COLUMNS == 0 and not triton.knobs.runtime.interpret
+
+
+@dataclass
+class SerialWorkspace:
+    """What the serial kernels keep during one launch; one serves all layers and passes of a bucket, in one stream."""
 
     kept: Tensor
     """float32, the states kept where trees branch: [B, groups, HV, tiles of V, places, BK, BV].
@@ -62,7 +73,11 @@ class SerialWorkspace(NamedTuple):
     PLACES states of HV K V floats a program: 16 MiB a session and group with 8 heads of 256 x 256.
     """
     arrived: Tensor
-    """int32 [B, HV, tiles of V], programs that have read a tile in this launch; 0 between launches."""
+    """int32 [2, B, HV, tiles of V], programs that have read a tile in a launch; 0 between launches.
+
+    Launches take turns: with overlap one may count while the one before sets its own back to 0.
+    """
+    turn: int = 0
 
     @classmethod
     def empty(
@@ -72,16 +87,21 @@ class SerialWorkspace(NamedTuple):
         kept, arrived = cls.shapes(bucket, value_heads, key_width, value_width)
         return cls(torch.empty(kept, device=device), torch.zeros(arrived, dtype=torch.int32, device=device))
 
+    def take_turn(self) -> Tensor:
+        """The counters of the next launch."""
+        self.turn ^= 1
+        return self.arrived[self.turn]
+
     @staticmethod
     def shapes(
         bucket: Bucket, value_heads: int, key_width: int, value_width: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `kept` and `arrived`."""
-        tile = serial_tile(key_width)
+        tile = serial_tile(key_width, value_width)
         tiles = triton.cdiv(value_width, tile.block_v)
         places = PLACES if bucket.tree_rows > 2 else 1
         kept = (bucket.sessions, bucket.groups, value_heads, tiles, places, tile.block_k, tile.block_v)
-        return kept, (bucket.sessions, value_heads, tiles)
+        return kept, (2, bucket.sessions, value_heads, tiles)
 
 
 @triton.jit
@@ -97,6 +117,33 @@ def _store_tile(p_tile, s, mask, p_arrived, n_groups, GROUPS: tl.constexpr):
         if tl.atomic_add(p_arrived, 1, sem="release") == n_groups - 1:
             tl.store(p_tile, s, mask=mask)
             tl.store(p_arrived, 0)
+
+
+@triton.jit
+def _operands(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    p_pool_row,
+    row,
+    i_h,
+    o_v,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """k, q, v, g, beta and the pool's row of one row and head."""
+    k = load_key(p_k + (row * H + i_h // (HV // H)) * K, K, BK, LANES)
+    q = load_key(p_q + (row * H + i_h // (HV // H)) * K, K, BK, LANES)
+    v = tl.load(p_v + (row * HV + i_h) * V + o_v, mask=o_v < V, other=0.0)
+    g = tl.load(p_g + row * HV + i_h)
+    beta = tl.load(p_beta + row * HV + i_h)
+    return k, q, v, g, beta, tl.load(p_pool_row + row)
 
 
 @triton.jit
@@ -142,15 +189,17 @@ def verify_serial_kernel(
     FETCH_SHIFT: tl.constexpr,
     PLACE_MASK: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Grid (tiles of V, HV, sessions * groups)."""
     i_v, i_h, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b = i_bg // GROUPS
-    i_hk = i_h // (HV // H)
     slot = tl.load(p_slot + i_b).to(tl.int64)
     n_steps = tl.load(p_schedule_len + i_bg)
     if (slot < 0) | (n_steps == 0):
+        if OVERLAP:  # as in held.py
+            gdc_wait()
         return
     start = tl.load(p_row_start + i_b)
     n_pending = tl.load(p_pending_len + i_b)
@@ -179,17 +228,14 @@ def verify_serial_kernel(
             PREFETCHED,
         )
 
-    # The first row's operands are on their way while the pending factors are applied.
     p_steps = p_schedule + i_bg * STEPS
     word = tl.load(p_steps)
     next_word = tl.load(p_steps + 1, mask=n_steps > 1, other=0)
     row = start + (word & ROW_MASK)
-    k = load_key(p_k + (row * H + i_hk) * K, K, BK, LANES)
-    q = load_key(p_q + (row * H + i_hk) * K, K, BK, LANES)
-    v = tl.load(p_v + (row * HV + i_h) * V + o_v, mask=m_v, other=0.0)
-    g = tl.load(p_g + row * HV + i_h)
-    beta = tl.load(p_beta + row * HV + i_h)
-    pool_row = tl.load(p_pool_row + row)
+    if not OVERLAP:  # the first row's operands are on their way while the pending factors are applied
+        k, q, v, g, beta, pool_row = _operands(
+            p_q, p_k, p_v, p_g, p_beta, p_pool_row, row, i_h, o_v, H, HV, K, V, BK, LANES
+        )
 
     if n_pending > 0:
         s = apply_pending(
@@ -213,17 +259,21 @@ def verify_serial_kernel(
             n_groups = tl.load(p_groups + i_b)
             _store_tile(p_tile, s, mask, p_arrived + (i_b * HV + i_h) * tl.num_programs(0) + i_v, n_groups, GROUPS)
 
+    if OVERLAP:  # all above needs nothing of the kernel before
+        gdc_wait()
+        gdc_launch_dependents()
+        k, q, v, g, beta, pool_row = _operands(
+            p_q, p_k, p_v, p_g, p_beta, p_pool_row, row, i_h, o_v, H, HV, K, V, BK, LANES
+        )
+
     p_own_u = p_pool_u + pool * HV * V
     p_own = p_kept + ((i_bg * HV + i_h) * tl.num_programs(0) + i_v).to(tl.int64) * (PLACES * BK * BV)
     p_own += tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
     for i in range(n_steps):
         row_after = start + (next_word & ROW_MASK)
-        k_after = load_key(p_k + (row_after * H + i_hk) * K, K, BK, LANES)
-        q_after = load_key(p_q + (row_after * H + i_hk) * K, K, BK, LANES)
-        v_after = tl.load(p_v + (row_after * HV + i_h) * V + o_v, mask=m_v, other=0.0)
-        g_after = tl.load(p_g + row_after * HV + i_h)
-        beta_after = tl.load(p_beta + row_after * HV + i_h)
-        pool_row_after = tl.load(p_pool_row + row_after)
+        k_after, q_after, v_after, g_after, beta_after, pool_row_after = _operands(
+            p_q, p_k, p_v, p_g, p_beta, p_pool_row, row_after, i_h, o_v, H, HV, K, V, BK, LANES
+        )
         word_after = tl.load(p_steps + i + 2, mask=i + 2 < n_steps, other=0)
 
         if PLACES > 1:
@@ -252,7 +302,14 @@ def verify_serial_kernel(
 
 
 def verify_serial(
-    rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor, workspace: SerialWorkspace
+    rows: LayerRows,
+    state: Tensor,
+    pool: FactorPool,
+    batch: PassBatch,
+    o: Tensor,
+    workspace: SerialWorkspace,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Outputs and factors of all rows, each continuing the state of its parent; exact.
 
@@ -263,13 +320,16 @@ def verify_serial(
         batch: which rows, sessions and pending factors; its bucket's `groups` programs share each tree.
         o: [R, HV, V], float32 or the model's dtype; written for rows of sessions alone.
         workspace: made for the batch's bucket and this shape.
+        overlap: the launch may begin while the kernel before in the stream still runs; that one must not write this
+            layer's state, its pending pool rows or the batch. (Whatever came earlier is done by then: our kernels let
+            the next one begin only after they have waited themselves.) Without it the launch waits, as others do.
 
     Raises:
         ValueError: shapes, types or devices do not belong together.
     """
     check_layer(rows, state, pool, batch, o)
     bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
-    tile = serial_tile(key_width)
+    tile = serial_tile(key_width, value_width)
     tiles = triton.cdiv(value_width, tile.block_v)
     shapes = tuple(workspace.kept.shape), tuple(workspace.arrived.shape)
     if shapes != SerialWorkspace.shapes(bucket, value_heads, key_width, value_width):
@@ -277,8 +337,12 @@ def verify_serial(
             f"workspace {list(workspace.kept.shape)} was not made for {bucket} and {value_heads} heads of "
             f"{key_width} x {value_width}"
         )
-    check_places(*workspace, state=state)
+    check_places(workspace.kept, workspace.arrived, state=state)
     places = workspace.kept.shape[4]
+    overlap = overlap and not triton.knobs.runtime.interpret
+    if splits(key_width, value_width):
+        launch_split(rows, state, pool, batch, o, workspace.kept, workspace.take_turn(), overlap)
+        return
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
         *rows,
         state,
@@ -287,7 +351,7 @@ def verify_serial(
         pool.g,
         o,
         workspace.kept,
-        workspace.arrived,
+        workspace.take_turn(),
         batch.slot,
         batch.row_start,
         batch.pending_len,
@@ -317,10 +381,12 @@ def verify_serial(
         FETCH_SHIFT=FETCH_SHIFT,
         PLACE_MASK=PLACE_MASK,
         PREFETCHED=_PREFETCHED,
+        OVERLAP=overlap,
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=tile.warps,
         num_stages=1,
         enable_fp_fusion=True,
+        launch_pdl=overlap,
     )
 
 

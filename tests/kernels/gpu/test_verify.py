@@ -12,9 +12,11 @@ from tree_cases import chain, random_tree, rms_ratio
 
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.factorised import FactorisedTile, verify_factorised
+from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, verify_factorised, why_unfit
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
 Run = Callable[[Layer], None]
@@ -27,7 +29,7 @@ def serial(layer: Layer) -> None:
     assert not workspace.arrived.any()
 
 
-def factorised(tile: FactorisedTile | None = None) -> Run:
+def factorised(tile: AnyTile | None = None) -> Run:
     def run(layer: Layer) -> None:
         verify_factorised(layer.rows, layer.state, layer.pool, layer.batch, layer.o, tile)
 
@@ -73,9 +75,18 @@ def test_factorised_small(device: torch.device, tile: FactorisedTile) -> None:
     check(make_layer(SMALL, TREES, device, pending=[0, 1, 3, 6]), factorised(tile), 1e-3)
 
 
+def fast_tiles(layer: Layer) -> list[AnyTile]:
+    """The general form, and on a GPU all others that the layer and its bucket can have."""
+    dims, bucket = layer.dims, layer.batch.bucket
+    others = [*(HeldTile(n) for n in (1, 2, 4)), StreamedTile(32, 3, 128), StreamedTile(64, 3), StreamedTile(64, 4)]
+    widths = dims.key_width, dims.value_width
+    return [factorised_tile(bucket.tree_rows), *(t for t in others if not why_unfit(t, bucket, *widths, dims.dtype))]
+
+
 def both(layer: Layer) -> None:
     check(layer, serial, 1e-5)
-    check(layer, factorised(), 1e-3)
+    for tile in fast_tiles(layer):
+        check(layer, factorised(tile), 1e-3)
 
 
 @pytest.mark.parametrize("gates", ["ends", "mild"])
@@ -141,11 +152,17 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         verify_serial(rows, layer.state, layer.pool, other, layer.o, workspace)
     chains = SerialWorkspace.empty(replace(layer.batch.bucket, tree_rows=2), 2, 16, 16, device)
     narrow = SerialWorkspace.empty(layer.batch.bucket, 2, 8, 16, device)
-    for unfit in (chains, narrow, workspace._replace(arrived=workspace.arrived[1:])):
+    for unfit in (chains, narrow, replace(workspace, arrived=workspace.arrived[1:])):
         with pytest.raises(ValueError, match="was not made for"):
             verify_serial(rows, layer.state, layer.pool, layer.batch, layer.o, unfit)
-    with pytest.raises(ValueError, match="block_n 16 or 32"):
-        verify_factorised(rows, layer.state, layer.pool, layer.batch, layer.o, FactorisedTile(64, 16))
+    unfit = {
+        "block_n 16 or 32": FactorisedTile(64, 16),
+        "bfloat16|GPU alone": HeldTile(4),
+        "GPU|width": StreamedTile(32, 3),
+    }
+    for match, tile in unfit.items():
+        with pytest.raises(ValueError, match=match):
+            verify_factorised(rows, layer.state, layer.pool, layer.batch, layer.o, tile)
     shifted = torch.empty(layer.o.numel() + 1, device=device)[1:].view(layer.o.shape)
     refused("16 bytes", o=shifted)
 
@@ -232,6 +249,26 @@ def test_hard_systems_on_a_gpu(device: torch.device, dims: Dims) -> None:
         )
         both(layer)
         check(layer, factorised(FactorisedTile(16, 32, 64)), 1e-3)
+
+
+@pytest.mark.gpu
+def test_every_fast_form_is_tried_on_a_gpu(device: torch.device) -> None:
+    tiles = fast_tiles(make_layer(SHAPES[4], [chain(3)], device, bucket=LOW))
+    assert [type(tile) for tile in tiles] == [FactorisedTile, *[HeldTile] * 3, *[StreamedTile] * 3]
+    assert fast_tiles(make_layer(SHAPES[1], [chain(3)], device, bucket=LOW))[1:] == []
+    big = fast_tiles(make_layer(SHAPES[7], [chain(3)], device, bucket=BIG))
+    assert [type(tile) for tile in big] == [FactorisedTile, *[HeldTile] * 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[7]], ids=named)
+def test_the_held_form_commits_with_the_bits_of_a_flush_on_a_gpu(device: torch.device, dims: Dims) -> None:
+    layer = make_layer(dims, [chain(16), FORK, chain(2)], device, pending=[8, 0, 3], bucket=LOW)
+    flushed = layer.clone()
+    flush(flushed.state, flushed.pool, layer.batch.slot, layer.batch.pending, layer.batch.pending_len)
+    factorised(HeldTile(4))(layer)
+    assert torch.equal(layer.state, flushed.state)
+    assert not torch.equal(layer.state, make_layer(dims, [chain(16), FORK, chain(2)], device, bucket=LOW).state)
 
 
 @pytest.mark.gpu
