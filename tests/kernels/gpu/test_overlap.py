@@ -13,31 +13,42 @@ import torch
 from gpu_layers import Dims, Layer, assert_nothing_else_touched, make_layer
 from tree_cases import chain, random_tree
 
-from specla.kernels.gpu.factorised import verify_factorised
+from specla.kernels.gpu.factorised import AnyTile, factorised_tile, verify_factorised, why_unfit
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
 pytestmark = pytest.mark.gpu
 
-DIMS = [
-    Dims(2, 4, 128, 128, torch.bfloat16),
-    Dims(8, 8, 256, 256, torch.bfloat16),
-    Dims(1, 2, 96, 192, torch.bfloat16),
-    Dims(2, 2, 64, 64, torch.float32),
+USUAL = [Dims(2, 4, 128, 128, torch.bfloat16), Dims(8, 8, 256, 256, torch.bfloat16)]
+OTHER = [Dims(1, 2, 96, 192, torch.bfloat16), Dims(2, 2, 64, 64, torch.float32)]
+SMALL, LARGE = (16, 1, 9), (64, 17, 3, 40)
+
+Kernel = int | AnyTile
+"""How many groups the serial kernel has, or the tile of a fast one."""
+
+CASES: list[tuple[Dims, tuple[int, ...], Kernel]] = [
+    *((dims, sizes, groups) for dims in USUAL + OTHER for sizes in (SMALL, LARGE) for groups in (1, 4)),
+    *((dims, sizes, factorised_tile(max(sizes))) for dims in USUAL + OTHER for sizes in (SMALL, LARGE)),
+    *((dims, sizes, HeldTile(warps)) for dims in USUAL for sizes in (SMALL, LARGE) for warps in (1, 4)),
+    *((dims, SMALL, tile) for dims in USUAL for tile in (StreamedTile(32, 3, 128), StreamedTile(64, 3))),
 ]
-SIZES = {"small": (16, 1, 9), "large": (64, 17, 3, 40)}
-KERNELS = {"serial, 1 group": 1, "serial, 4 groups": 4, "fast": 0}
 
 Launch = Callable[[bool], None]
 
 
-def make_layers(dims: Dims, count: int, sizes: Sequence[int], groups: int, device: torch.device) -> list[Layer]:
+def make_layers(dims: Dims, count: int, sizes: Sequence[int], kernel: Kernel, device: torch.device) -> list[Layer]:
     """The same contents at every call, each layer fed by the one before."""
     rng = random.Random(len(sizes))
     trees: list[Topology] = [*(random_tree(rng, n) for n in sizes), chain(max(sizes))]
     bucket = Bucket(
-        sessions=len(trees) + 1, rows=sum(map(len, trees)) + 3, tree_rows=max(sizes), pending=8, groups=max(groups, 1)
+        sessions=len(trees) + 1,
+        rows=sum(map(len, trees)) + 3,
+        tree_rows=max(sizes),
+        pending=8,
+        groups=kernel if isinstance(kernel, int) else 1,
     )
     layers: list[Layer] = []
     for i in range(count):
@@ -58,17 +69,18 @@ def make_layers(dims: Dims, count: int, sizes: Sequence[int], groups: int, devic
     return layers
 
 
-def launcher(layers: Sequence[Layer], groups: int) -> tuple[Launch, SerialWorkspace]:
+def launcher(layers: Sequence[Layer], kernel: Kernel) -> tuple[Launch, SerialWorkspace]:
     """Verifies all layers in turn, with or without overlap."""
     dims, bucket, device = layers[0].dims, layers[0].batch.bucket, layers[0].state.device
     workspace = SerialWorkspace.empty(bucket, dims.value_heads, dims.key_width, dims.value_width, device)
 
     def launch(overlap: bool) -> None:
         for layer in layers:
-            if groups:
-                verify_serial(layer.rows, layer.state, layer.pool, layer.batch, layer.o, workspace, overlap=overlap)
+            arguments = layer.rows, layer.state, layer.pool, layer.batch, layer.o
+            if isinstance(kernel, int):
+                verify_serial(*arguments, workspace, overlap=overlap)
             else:
-                verify_factorised(layer.rows, layer.state, layer.pool, layer.batch, layer.o, overlap=overlap)
+                verify_factorised(*arguments, kernel, overlap=overlap)
 
     return launch, workspace
 
@@ -90,18 +102,25 @@ def contents(layer: Layer) -> list[torch.Tensor]:
     return [layer.state, *layer.pool, layer.o]
 
 
+def named(case: tuple[Dims, tuple[int, ...], Kernel]) -> str:
+    dims, sizes, kernel = case
+    form = f"{kernel} groups" if isinstance(kernel, int) else f"{type(kernel).__name__}{tuple(kernel)}"
+    return f"{dims.key_width}x{dims.value_width}-{max(sizes)} rows-{form}"
+
+
 @pytest.mark.parametrize("count", [3, 4])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dims", DIMS, ids=lambda d: f"{d.key_width}x{d.value_width}")
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_overlapping_layers_have_the_same_bits(
-    device: torch.device, dims: Dims, kernel: str, size: str, count: int
+    device: torch.device, case: tuple[Dims, tuple[int, ...], Kernel], count: int
 ) -> None:
-    groups = KERNELS[kernel]
-    overlapping, apart, untouched = (make_layers(dims, count, SIZES[size], groups, device) for _ in range(3))
-    launch, workspace = launcher(overlapping, groups)
+    dims, sizes, kernel = case
+    overlapping, apart, untouched = (make_layers(dims, count, sizes, kernel, device) for _ in range(3))
+    if not isinstance(kernel, int):
+        bucket = overlapping[0].batch.bucket
+        assert not why_unfit(kernel, bucket, dims.key_width, dims.value_width, dims.dtype)
+    launch, workspace = launcher(overlapping, kernel)
     graph = capture(overlapping, launch)
-    launch_apart, _ = launcher(apart, groups)
+    launch_apart, _ = launcher(apart, kernel)
     for replays in (1, 2, 5):
         for _ in range(replays):
             graph.replay()
