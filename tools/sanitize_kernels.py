@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,19 +18,23 @@ from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
 from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.factorised import FactorisedTile, verify_factorised
+from specla.kernels.gpu.factorised import FactorisedTile, verify_factorised, why_unfit
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
 from specla.kernels.gpu.sampler_rows import SamplerConfig, SamplerRows
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.sampling import RowSampling, SamplingParams, SessionSampling
 from specla.kernels.topology import Topology
 
 _TAPS = 4
-_SIZES = (1, 21, 6)
-_PENDING = (18, 3, 0)
-_SHAPE = (1, 2, 48, 80)  # H, HV, K, V: widths that are no powers of two
+_LARGE = ((1, 21, 6), (18, 3, 0))
+"""Rows and pending factors of each session."""
+_SMALL = ((1, 16, 6), (16, 3, 0))
+_ODD = (1, 2, 48, 80)  # H, HV, K, V: widths that are no powers of two
+_USUAL = (1, 2, 64, 128)  # widths that the kernels in Gluon take
 _DTYPE = torch.bfloat16
 _VOCAB = 1000
 
@@ -39,21 +44,26 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this needs a CUDA device", file=sys.stderr)
         return 1
-    for groups in (1, 3):
-        launch_layer(groups)
-        print(f"a layer, {groups} programs a tree: launched", flush=True)
+    for shape, sizes, groups in ((_ODD, _LARGE, 1), (_ODD, _LARGE, 3), (_USUAL, _LARGE, 3), (_USUAL, _SMALL, 1)):
+        launch_layer(shape, *sizes, groups)
+        print(f"a layer of {shape}, rows {sizes[0]}, {groups} programs a tree: launched", flush=True)
     launch_sampler()
     torch.cuda.synchronize()
     print("sampler: launched", flush=True)
     return 0
 
 
-def launch_layer(groups: int) -> None:
-    """Convolution, both verification kernels and a flush, for trees of different sizes in one batch."""
-    (heads, value_heads, key_width, value_width), dtype = _SHAPE, _DTYPE
-    device, slots = "cuda", len(_SIZES)
+def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending: Sequence[int], groups: int) -> None:
+    """Convolution, all forms of verification that fit and a flush, for trees of different sizes in one batch."""
+    (heads, value_heads, key_width, value_width), dtype = shape, _DTYPE
+    device, slots = "cuda", len(sizes)
     bucket = Bucket(
-        sessions=slots + 1, rows=sum(_SIZES) + 3, tree_rows=max(_SIZES), pending=20, taps=_TAPS, groups=groups
+        sessions=slots + 1,
+        rows=sum(sizes) + 3,
+        tree_rows=max(sizes),
+        pending=max(pending),
+        taps=_TAPS,
+        groups=groups,
     )
     factors = bucket.tree_rows + bucket.pending + _TAPS - 1
     channels = 2 * heads * key_width + value_heads * value_width
@@ -69,8 +79,8 @@ def launch_layer(groups: int) -> None:
         torch.randn(value_heads, device=device),
     )
     batch = PassBatch(bucket, device)
-    batch.fill(_sessions(factors))
-    rows = LayerRows.empty(bucket.rows, *_SHAPE, dtype, device)
+    batch.fill(_sessions(sizes, pending, factors))
+    rows = LayerRows.empty(bucket.rows, *shape, dtype, device)
     x = torch.randn(bucket.rows, channels, device=device).to(dtype)
     gates = torch.randn(bucket.rows, value_heads, device=device)
     tree_convolution(x, gates, gates, parameters, pool, batch, rows)
@@ -78,12 +88,13 @@ def launch_layer(groups: int) -> None:
     o = torch.empty(bucket.rows, value_heads, value_width, device=device)
     workspace = SerialWorkspace.empty(bucket, value_heads, key_width, value_width, device)
     verify_serial(rows, state, pool, batch, o, workspace)
-    _refuse_nan(o)
-    if groups == 1:
-        for tile in (FactorisedTile(16, 16), FactorisedTile(32, 16)):
+    _refuse_nan(o[: sum(sizes)])
+    tiles = (FactorisedTile(16, 16), FactorisedTile(32, 16), HeldTile(1), HeldTile(4), StreamedTile(32, 3))
+    for tile in tiles:
+        if not why_unfit(tile, bucket, key_width, value_width, dtype):
             o.fill_(float("nan"))
             verify_factorised(rows, state, pool, batch, o, tile)
-            _refuse_nan(o)
+            _refuse_nan(o[: sum(sizes)])
     flush(state, pool, batch.slot, batch.pending, batch.pending_len)
     if not bool(torch.isfinite(state).all()):
         raise ValueError("a state is not finite")
@@ -113,10 +124,10 @@ def launch_sampler() -> None:
             raise ValueError(f"rows failed: {errors.tolist()}")
 
 
-def _sessions(factors: int) -> list[SessionPass]:
+def _sessions(sizes: Sequence[int], waiting: Sequence[int], factors: int) -> list[SessionPass]:
     rng = random.Random(0)
     made = []
-    for slot, (size, pending) in enumerate(zip(_SIZES, _PENDING, strict=True)):
+    for slot, (size, pending) in enumerate(zip(sizes, waiting, strict=True)):
         order = rng.sample(range(factors), size + pending)
         topology = Topology.from_wire([rng.randint(max(-1, i - 4), i - 1) for i in range(size - 1)])
         made.append(
@@ -132,7 +143,7 @@ def _sessions(factors: int) -> list[SessionPass]:
 
 
 def _refuse_nan(o: Tensor) -> None:
-    if bool(torch.isnan(o[: sum(_SIZES)]).any()):
+    if bool(torch.isnan(o).any()):
         raise ValueError("an output is NaN")
 
 

@@ -74,7 +74,7 @@ def _tiles(sessions: int, rows: int) -> list[AnyTile]:
     """The state in registers, shared by few warps or many; for small trees of several sessions a stream of it."""
     if sessions == 1 or rows > MOST_ROWS:
         return [HeldTile(4), HeldTile(2), HeldTile(1)]
-    return [StreamedTile(32, 3, 128), StreamedTile(64, 3), StreamedTile(64, 4), HeldTile(4)]
+    return [StreamedTile(32, 3, 128), StreamedTile(32, 3), StreamedTile(64, 3), StreamedTile(64, 4), HeldTile(4)]
 
 
 def best(times: dict[Choice, float], mode: Mode) -> Choice:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile
+from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, why_unfit
 from specla.kernels.gpu.held import HeldTile
+from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.schedule import fetches, makespan
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
@@ -149,20 +151,38 @@ class Selector:
         """The table as JSON: the devices that it stands for, the one that was measured first."""
         return {"devices": list(devices), "measured": [_place_to(place) for place in self.measured]}
 
-    def choose(self, mode: Mode, shape: LayerShape, topologies: Sequence[Topology]) -> Choice:
-        """The choice with the least predicted time among those that the mode allows.
+    def choose(
+        self,
+        mode: Mode,
+        shape: LayerShape,
+        topologies: Sequence[Topology],
+        *,
+        pending: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Choice:
+        """The choice with the least predicted time among those that the mode allows and the pass can have.
 
         Args:
             mode: exact allows the serial kernels alone.
             shape: of the layer; the nearest measured one counts.
             topologies: one a session of the pass, at least one.
+            pending: the most factors that a session of the bucket may have waiting.
+            dtype: of q, k and v. Where no measured form of the factorised kernel takes it, its default form is given.
         """
-        place = self._nearest(shape, len(topologies), max(len(t) for t in topologies))
+        rows = max(len(t) for t in topologies)
+        place = self._nearest(shape, len(topologies), rows)
+        bucket = Bucket(sessions=len(topologies), rows=rows * len(topologies), tree_rows=rows, pending=pending)
+
+        def fits(tile: AnyTile | None) -> bool:
+            return tile is None or not why_unfit(tile, bucket, shape.key_width, shape.value_width, dtype)
+
         leaves = max(sum(not children for children in t.children) for t in topologies)
-        allowed = [c for c in place.costs if mode == "fast" or c.choice.is_exact]
+        allowed = [c for c in place.costs if (mode == "fast" or c.choice.is_exact) and fits(c.choice.tile)]
         # More groups than leaves leave programs idle; the least number of groups always remains.
         fewest = min(c.choice.groups for c in allowed if c.choice.is_exact)
         allowed = [c for c in allowed if c.choice.groups <= max(leaves, fewest)]
+        if mode == "fast" and all(c.choice.is_exact for c in allowed):
+            return Choice("factorised")
         return min(allowed, key=lambda cost: cost.predict(topologies)).choice
 
     def _nearest(self, shape: LayerShape, sessions: int, rows: int) -> Measured:

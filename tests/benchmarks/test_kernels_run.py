@@ -159,7 +159,7 @@ class TestCandidates:
         assert forms() == [FactorisedTile]  # the interpreter has this one alone
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         if sessions > 1 and rows == 16:
-            assert forms() == [*[StreamedTile] * 3, HeldTile]
+            assert forms() == [*[StreamedTile] * 4, HeldTile]
         else:
             assert forms() == [HeldTile] * 3
 

@@ -136,7 +136,7 @@ def make_layer(
         LayerRows(*(x.to(device).contiguous() for x in rows)),
         normal(slots, HV, K, V).to(device),
         FactorPool(*(x.to(device) for x in pool)),
-        torch.full((R, HV, V), POISON, dtype=out_dtype, device=device),
+        torch.full((R, HV, V), min(POISON, torch.finfo(out_dtype).max), dtype=out_dtype, device=device),
         sorted(set(range(slots)) - {s.slot for s in sessions}),
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from tree_cases import chain, random_tree
 
 from specla.benchmarks.kernels.candidates import candidates, release
@@ -22,7 +23,9 @@ from specla.benchmarks.kernels.place import PlaceTimer, warm
 from specla.benchmarks.kernels.shapes import NARROW, PAPER, WIDE, Shape
 from specla.benchmarks.kernels.topologies import eagle_like, tree
 from specla.kernels.gpu.factorised import FactorisedTile
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.selector import ALIKE, Choice, Cost, LayerShape, Measured, Selector, alike, features
+from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.gpu.tuning import fit
 from specla.kernels.topology import Topology
 
@@ -103,6 +106,26 @@ def test_the_nearest_place_is_read() -> None:
     assert selector.choose("exact", SHAPE, [chain(129)]).groups == 4
     assert selector.choose("exact", SHAPE, [chain(9)] * 12).groups == 2
     assert selector.choose("exact", LayerShape(128, 128, 32), [chain(9)]).groups == 8
+
+
+def test_what_a_pass_cannot_have_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    wide = LayerShape(256, 256, 8)
+    held, streamed = (Choice("factorised", tile=tile) for tile in (HeldTile(4), StreamedTile(64, 3)))
+    made = place(Cost(SERIAL, 9, 0.5, 1), Cost(held, 6, 0.2, 0), Cost(streamed, 3, 0.2, 0), shape=wide)
+    selector = Selector("a device", [made])
+    assert selector.choose("fast", wide, [chain(16)]) == streamed
+    assert selector.choose("fast", wide, [chain(17)]) == held
+    assert selector.choose("fast", wide, [chain(16)], pending=17) == held
+    assert selector.choose("fast", wide, [chain(16)], dtype=torch.float16) == Choice("factorised")
+    assert selector.choose("exact", wide, [chain(16)], dtype=torch.float16) == SERIAL
+
+
+def test_every_form_survives_the_disk() -> None:
+    tiles = (FactorisedTile(32, 16), HeldTile(2), StreamedTile(32, 3, 128), None)
+    made = place(Cost(SERIAL, 9, 0.5, 1), *(Cost(Choice("factorised", tile=tile), 6, 0.2, 0) for tile in tiles))
+    selector = Selector("a device", [made])
+    assert Selector.from_table(json.loads(json.dumps(selector.to_table(["a device"])))).measured == selector.measured
 
 
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:
