@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
 from specla.kernels.gpu.factor_pool import FactorPool
@@ -89,7 +90,14 @@ def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending
     workspace = SerialWorkspace.empty(bucket, value_heads, key_width, value_width, device)
     verify_serial(rows, state, pool, batch, o, workspace)
     _refuse_nan(o[: sum(sizes)])
-    tiles = (FactorisedTile(16, 16), FactorisedTile(32, 16), HeldTile(1), HeldTile(4), StreamedTile(32, 3))
+    tiles = (
+        FactorisedTile(16, 16),
+        FactorisedTile(32, 16),
+        HeldTile(1),
+        HeldTile(4),
+        BlockedTile(),
+        StreamedTile(32, 3),
+    )
     for tile in tiles:
         if not why_unfit(tile, bucket, key_width, value_width, dtype):
             o.fill_(float("nan"))

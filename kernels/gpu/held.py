@@ -26,7 +26,7 @@ from specla.kernels.gpu import layouts
 from specla.kernels.gpu.commit import AT_ONCE
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.layouts import LOWEST, UNITS, as_left, as_right, halves
+from specla.kernels.gpu.layouts import UNITS, as_left, as_right, halves, path_units
 from specla.kernels.gpu.pass_batch import PassBatch
 
 
@@ -45,28 +45,28 @@ def by_product(x, W: gl.constexpr, KP: gl.constexpr):
 
 
 @gluon.jit
-def _state_by_product(s, W: gl.constexpr, KP: gl.constexpr):
+def state_by_product(s, W: gl.constexpr, KP: gl.constexpr):
     """S [W, KP, 16] as S^T [W, 16, KP]."""
     s = gl.permute(gl.reshape(s, [W, 4, KP // 8, 2, 8, 2]), (0, 5, 4, 2, 1, 3))
     return gl.reshape(s, [W, 16, KP])
 
 
 @gluon.jit
-def _columns_first(x, W: gl.constexpr):
+def columns_first(x, W: gl.constexpr):
     """v [W, rows, columns] as [W, columns, rows], a product's result."""
     x = gl.permute(gl.reshape(x, [W, 16, 8, 2]), (0, 3, 2, 1))
     return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.products(W), assert_trivial=True)
 
 
 @gluon.jit
-def _rows_first(x, W: gl.constexpr):
+def rows_first(x, W: gl.constexpr):
     """A product's result [W, columns, rows] as [W, rows, columns]."""
     x = gl.permute(gl.reshape(x, [W, 2, 8, 16]), (0, 3, 2, 1))
     return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.values(W), assert_trivial=True)
 
 
 @gluon.jit
-def _dot(a, b_hi, b_lo, acc, W: gl.constexpr):
+def dot(a, b_hi, b_lo, acc, W: gl.constexpr):
     """acc + a b of float32, in bfloat16 halves."""
     P: gl.constexpr = layouts.products(W)
     a_hi, a_lo = halves(a)
@@ -82,14 +82,14 @@ def _right_halves(x, W: gl.constexpr):
 
 
 @gluon.jit
-def _pieces(x, W: gl.constexpr):
+def pieces(x, W: gl.constexpr):
     """A product's result [W, 16, 16] as [W, 2, 32, 4]: 16 bytes a lane, twice."""
     x = gl.permute(gl.reshape(x, [W, 2, 8, 2, 4, 2]), (0, 1, 2, 4, 3, 5))
     return gl.reshape(x, [W, 2, 32, 4])
 
 
 @gluon.jit
-def _whole(x, W: gl.constexpr):
+def whole(x, W: gl.constexpr):
     """[2, 32, 4], known to all warps, as a product's result [W, 16, 16]."""
     P: gl.constexpr = layouts.products(W)
     x = gl.permute(gl.reshape(x, [2, 8, 4, 2, 2]), (0, 1, 3, 2, 4))
@@ -106,30 +106,24 @@ def _over_warps(x, at_parts, at_sums, W: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _sum_two(a, b, at_parts, at_sums, W: gl.constexpr):
+def sum_two(a, b, at_parts, at_sums, W: gl.constexpr):
     """Two products' results summed over warps."""
-    x = gl.permute(gl.join(_pieces(a, W), _pieces(b, W)), (0, 4, 1, 2, 3))
+    x = gl.permute(gl.join(pieces(a, W), pieces(b, W)), (0, 4, 1, 2, 3))
     x = _over_warps(gl.reshape(x, [W, 4, 32, 4]), at_parts, at_sums, W, 4)
     a, b = gl.split(gl.permute(gl.reshape(x, [2, 2, 32, 4]), (1, 2, 3, 0)))
-    return _whole(a, W), _whole(b, W)
+    return whole(a, W), whole(b, W)
 
 
 @gluon.jit
 def _sum_four(a, b, c, d, at_parts, at_sums, W: gl.constexpr):
     """Four products' results summed over warps."""
-    x = gl.join(gl.join(_pieces(a, W), _pieces(b, W)), gl.join(_pieces(c, W), _pieces(d, W)))
+    x = gl.join(gl.join(pieces(a, W), pieces(b, W)), gl.join(pieces(c, W), pieces(d, W)))
     x = gl.reshape(gl.permute(x, (0, 4, 5, 1, 2, 3)), [W, 8, 32, 4])
     x = _over_warps(x, at_parts, at_sums, W, 8)
     ab, cd = gl.split(gl.permute(gl.reshape(x, [2, 2, 2, 32, 4]), (2, 3, 4, 0, 1)))
     a, b = gl.split(ab)
     c, d = gl.split(cd)
-    return _whole(a, W), _whole(b, W), _whole(c, W), _whole(d, W)
-
-
-@gluon.jit
-def _units(g):
-    """Log decays as whole multiples of 2^-18."""
-    return (gl.maximum(g, LOWEST) * UNITS - 0.5).to(gl.int32)
+    return whole(a, W), whole(b, W), whole(c, W), whole(d, W)
 
 
 @gluon.jit
@@ -147,7 +141,7 @@ def _decay(above, sums_i, sums_j, W: gl.constexpr):
 
 
 @gluon.jit
-def _committed(
+def committed(
     s,
     p_pending,
     n_pending,
@@ -255,11 +249,11 @@ def verify_held_kernel(
     o_v = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, S_V)), 0)
     o_s = gl.expand_dims(o_k, 2) * V + gl.expand_dims(o_v, 1)
     s = gl.load(p_state + o_s)
-    s = _committed(s, p_pending, n_pending, p_pool_k, p_pool_u, p_pool_g, o_k, o_v, H, HV, K, V, AT_ONCE)
+    s = committed(s, p_pending, n_pending, p_pool_k, p_pool_u, p_pool_g, o_k, o_v, H, HV, K, V, AT_ONCE)
     if (n_pending > 0) & (write_state != 0):
         gl.store(p_state + o_s, s)
     s_hi, s_lo = halves(s)
-    s_hi, s_lo = as_left(_state_by_product(s_hi, W, KP), P), as_left(_state_by_product(s_lo, W, KP), P)
+    s_hi, s_lo = as_left(state_by_product(s_hi, W, KP), P), as_left(state_by_product(s_lo, W, KP), P)
 
     i_row, i_col = gl.arange(0, 16, layout=ROW), gl.arange(0, 16, layout=COL)
     below = gl.expand_dims(i_row, 1) > gl.expand_dims(i_col, 0)
@@ -301,12 +295,12 @@ def verify_held_kernel(
         depth = gl.load(p_depth + first + i_row, mask=i_row < left, other=0)
         word = gl.load(p_ancestors + (first + i_row) * WORDS + first // 32, mask=i_row < left, other=0)
         above = _bits(word, first % 32, i_col)
-        on_path = above * gl.expand_dims(_units(g_i), 0)
+        on_path = above * gl.expand_dims(path_units(g_i), 0)
         if BLOCKS > 1:
             for j_n in range(0, i_n):
                 g_j = gl.load(p_g + (j_n * 16 + i_col) * HV)
                 word_j = gl.load(p_ancestors + (first + i_row) * WORDS + j_n // 2, mask=i_row < left, other=0)
-                on_path += _bits(word_j, j_n % 2 * 16, i_col) * gl.expand_dims(_units(g_j), 0)
+                on_path += _bits(word_j, j_n % 2 * 16, i_col) * gl.expand_dims(path_units(g_j), 0)
         paths = gl.sum(on_path, 1)
         if BLOCKS > 1:
             at_paths.index(i_n).store(paths)
@@ -329,7 +323,7 @@ def verify_held_kernel(
         beta_below = gl.expand_dims(gl.where(below, gl.expand_dims(beta_row, 1), 0.0), 0)
         system_hi, system_lo = _right_halves(-(decay * beta_below) * k_k, W)
         scores_hi, scores_lo = _right_halves(decay * q_k, W)
-        wanted = _columns_first(v_i, W) - from_root * s_k
+        wanted = columns_first(v_i, W) - from_root * s_k
         o = from_root * s_q
         if BLOCKS > 1:
             for j_n in range(0, i_n):
@@ -338,23 +332,23 @@ def verify_held_kernel(
                 j_right = as_right(by_product(k_j, W, KP), P)
                 k_j_k, q_j_k = mma_v2(k_left, j_right, zero), mma_v2(q_left, j_right, zero)
                 if W > 1:
-                    k_j_k, q_j_k = _sum_two(k_j_k, q_j_k, at_parts_2, at_sums_2, W)
+                    k_j_k, q_j_k = sum_two(k_j_k, q_j_k, at_parts_2, at_sums_2, W)
                 decay_j = _decay(_bits(word_j, j_n % 2 * 16, i_col), paths, at_paths.index(j_n).load(COL), W)
                 u_j = at_u.index(j_n).load(P)
                 hi, lo = _right_halves(-decay_j * k_j_k, W)
-                wanted = _dot(u_j, hi, lo, wanted, W)
+                wanted = dot(u_j, hi, lo, wanted, W)
                 hi, lo = _right_halves(decay_j * q_j_k, W)
-                o = _dot(u_j, hi, lo, o, W)
+                o = dot(u_j, hi, lo, o, W)
         target = gl.expand_dims(gl.expand_dims(beta_col, 0), 0) * wanted
         u = target
         for _ in range(rounds):
-            u = _dot(u, system_hi, system_lo, target, W)
-        o = _dot(u, scores_hi, scores_lo, o, W)
+            u = dot(u, system_hi, system_lo, target, W)
+        o = dot(u, scores_hi, scores_lo, o, W)
         if BLOCKS > 1:
             at_u.index(i_n).store(u)
         m_out = (i_v_row < left) & mine
-        gl.store(p_pool_u + pool_row * (HV * V) + v_col, _rows_first(u, W), mask=m_out)
-        gl.store(p_o + first * (HV * V) + o_val, _rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
+        gl.store(p_pool_u + pool_row * (HV * V) + v_col, rows_first(u, W), mask=m_out)
+        gl.store(p_o + first * (HV * V) + o_val, rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
 
 
 def launch_held(

@@ -114,6 +114,12 @@ def halves(x):
 
 
 @gluon.jit
+def path_units(g):
+    """Log decays as whole multiples of 2^-18."""
+    return (gl.maximum(g, LOWEST) * UNITS - 0.5).to(gl.int32)
+
+
+@gluon.jit
 def prefetch(p):
     """Asks for the cache lines at the pointers p."""
     gl.inline_asm_elementwise(

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
@@ -196,7 +197,12 @@ class Selector:
         return min(self.measured, key=distance)
 
 
-_FORMS: dict[type[AnyTile], str] = {FactorisedTile: "general", HeldTile: "held", StreamedTile: "streamed"}
+_FORMS: dict[type[AnyTile], str] = {
+    FactorisedTile: "general",
+    HeldTile: "held",
+    BlockedTile: "blocked",
+    StreamedTile: "streamed",
+}
 
 
 def _tile_from(entry: list[Any] | None) -> AnyTile | None:

@@ -24,7 +24,7 @@ from triton.runtime.jit import constexpr_function
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.layouts import LOWEST, UNITS, as_left, as_right_alone, halves, powers
+from specla.kernels.gpu.layouts import UNITS, as_left, as_right_alone, halves, path_units, powers
 from specla.kernels.gpu.pass_batch import PassBatch
 
 MOST_ROWS = 16
@@ -200,8 +200,7 @@ def verify_streamed_kernel(
     m_v = gl.expand_dims(row_v, 1) < n
     v = gl.load(p_v + gl.expand_dims(row_v, 1) * (HV * V) + col_v, mask=m_v, other=0.0)
     above = (gl.expand_dims(word, 1) >> gl.expand_dims(i_col, 0)) & 1
-    units = (gl.maximum(g, LOWEST) * UNITS - 0.5).to(gl.int32)
-    paths = gl.sum(above * gl.expand_dims(units, 0), 1)
+    paths = gl.sum(above * gl.expand_dims(path_units(g), 0), 1)
     paths_col = gl.convert_layout(paths, COL)
     between = (gl.expand_dims(paths, 1) - gl.expand_dims(paths_col, 0)).to(gl.float32) * (1.0 / UNITS)
     decay = gl.exp(gl.where(above != 0, between, -float("inf")))

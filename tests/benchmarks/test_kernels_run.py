@@ -28,6 +28,7 @@ from specla.benchmarks.kernels.summary import OVER_BEST, Run, summarise
 from specla.benchmarks.kernels.timing import in_turns, layers_needed
 from specla.benchmarks.kernels.topologies import chain, eagle_like
 from specla.benchmarks.report import Report
+from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factorised import FactorisedTile
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.selector import Choice, features
@@ -160,8 +161,10 @@ class TestCandidates:
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         if sessions > 1 and rows == 16:
             assert forms() == [*[StreamedTile] * 4, HeldTile]
-        else:
+        elif rows == 16:
             assert forms() == [HeldTile] * 3
+        else:
+            assert forms() == [*[HeldTile] * 2, *[BlockedTile] * 2]
 
     def test_exact_mode_chooses_among_serial_kernels(self):
         times = {Choice("serial"): 9.0, Choice("serial", 2): 7.0, Choice("factorised"): 5.0}
