@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
 from specla.kernels.gpu.factor_pool import FactorPool
@@ -95,7 +94,6 @@ def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending
         FactorisedTile(32, 16),
         HeldTile(1),
         HeldTile(4),
-        BlockedTile(),
         StreamedTile(32, 3),
     )
     for tile in tiles:

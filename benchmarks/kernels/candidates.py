@@ -13,7 +13,6 @@ from specla.benchmarks.kernels.problem import RING, Problem
 from specla.benchmarks.kernels.shapes import Shape, bytes_apart
 from specla.benchmarks.kernels.timing import Graph, Work, layers_needed
 from specla.benchmarks.kernels.topologies import accepted_rows
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
@@ -74,7 +73,7 @@ def _groups(rows: int) -> tuple[int, ...]:
 def _tiles(sessions: int, rows: int) -> list[AnyTile]:
     """The state in registers, shared by few warps or many; for small trees of several sessions a stream of it."""
     if rows > MOST_ROWS:
-        return [HeldTile(4), HeldTile(2), BlockedTile(), BlockedTile(168)]
+        return [HeldTile(4), HeldTile(2)]
     if sessions == 1:
         return [HeldTile(4), HeldTile(2), HeldTile(1)]
     return [StreamedTile(32, 3, 128), StreamedTile(32, 3), StreamedTile(64, 3), StreamedTile(64, 4), HeldTile(4)]

@@ -169,7 +169,7 @@ TUNING_TREES = {
     129: (_eagle(129), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)"),
 }
 """Trees by the bucket that runs them: chains, deep and wide ones and EAGLE-like, of different rows. With too few kinds
-the costs of steps, fetches and blocks could not be told apart."""
+the costs of steps, groups and blocks could not be told apart."""
 
 
 def tuning_plan() -> Plan:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specla.benchmarks.kernels.shapes import Shape
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.held import HeldTile
@@ -29,7 +28,7 @@ def name_of(choice: Choice) -> str:
         return "serial" if choice.groups == 1 else f"hybrid, {choice.groups} groups"
     if choice.tile is None:
         return "factorised"
-    form = {HeldTile: "held", BlockedTile: "blocked", StreamedTile: "streamed"}.get(type(choice.tile), "factorised")
+    form = {HeldTile: "held", StreamedTile: "streamed"}.get(type(choice.tile), "factorised")
     return ", ".join([form, *(f"{field} {size}" for field, size in choice.tile._asdict().items())])
 
 

@@ -18,9 +18,8 @@ nothing), so D_ij = G_i - G_j is exact, however strong a decay lies above both. 
 into bfloat16 halves (three products, errors of 2^-16); q and k in bfloat16 are exact already and S is split in two.
 q and k in other dtypes meet S in three products of tf32.
 
-Four forms do this. The one below takes all widths, dtypes and trees and runs in Triton's interpreter. For bfloat16 and
-the usual widths others are much quicker: held.py for few sessions and small trees, blocked.py for larger trees,
-streamed.py for many sessions with trees of up to 16 rows.
+Three forms do this. The one below takes all widths, dtypes and trees and runs in Triton's interpreter. For bfloat16 and
+the usual widths two others are much quicker: held.py, and for several sessions with trees of up to 16 rows streamed.py.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu import streamed
-from specla.kernels.gpu.blocked import BlockedTile, launch_blocked
 from specla.kernels.gpu.commit import prefetch
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.held import HeldTile, launch_held
@@ -61,7 +59,7 @@ class FactorisedTile(NamedTuple):
     warps: int = 4
 
 
-AnyTile = FactorisedTile | HeldTile | BlockedTile | StreamedTile
+AnyTile = FactorisedTile | HeldTile | StreamedTile
 """A form and how it cuts its work."""
 
 
@@ -81,8 +79,6 @@ def why_unfit(tile: AnyTile, bucket: Bucket, key_width: int, value_width: int, d
         return "runs on a GPU alone"
     if dtype != torch.bfloat16 or key_width not in WIDTHS:
         return f"want bfloat16 and keys of width {', '.join(map(str, WIDTHS))}"
-    if isinstance(tile, BlockedTile):
-        return "" if value_width % 16 == 0 else "want V a multiple of 16"
     if isinstance(tile, HeldTile):
         fits = tile.warps in (1, 2, 4) and value_width % 16 == 0
         return "" if fits else "want 1, 2 or 4 warps and V a multiple of 16"
@@ -397,8 +393,6 @@ def verify_factorised(
     overlap = overlap and not triton.knobs.runtime.interpret
     if isinstance(tile, HeldTile):
         launch_held(rows, state, pool, batch, o, tile, overlap)
-    elif isinstance(tile, BlockedTile):
-        launch_blocked(rows, state, pool, batch, o, tile, overlap)
     elif isinstance(tile, StreamedTile):
         streamed.launch_streamed(rows, state, pool, batch, o, tile, overlap)
     else:

@@ -74,10 +74,10 @@ def makespan(topology: Topology, groups: int) -> int:
     return int(schedule(topology, groups).lengths.max())
 
 
-def fetches(topology: Topology, groups: int) -> int:
-    """The most kept states that one group fetches."""
-    found = (schedule(topology, groups).steps >> FETCH_SHIFT) & PLACE_MASK > 0
-    return int(found.sum(1).max())
+def steps_beside(topology: Topology, groups: int) -> int:
+    """The steps of all groups but the longest."""
+    lengths = schedule(topology, groups).lengths
+    return int(lengths.sum() - lengths.max())
 
 
 @compiled

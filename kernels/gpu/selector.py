@@ -1,8 +1,8 @@
 """Which verification kernel runs a pass: chosen by times measured for a device, a shape, a batch and its trees.
 
 A table holds, for each choice that was measured, what a launch costs at rest and what a tree's shape adds: a serial
-kernel pays by the steps of its longest group and by the kept states that it fetches, the factorised one by the rounds
-of substitution and by the blocks of rows. `specla bench kernels --tune` measures and fits one (see tuning.py); those of
+kernel pays by the steps of its longest group and by those of all others, the factorised one by the rounds of
+substitution and by pairs of blocks. `specla bench kernels --tune` measures and fits one (see tuning.py); those of
 known devices ship with the package.
 """
 
@@ -20,11 +20,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
-from specla.kernels.gpu.schedule import fetches, makespan
+from specla.kernels.gpu.schedule import makespan, steps_beside
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
@@ -62,20 +61,20 @@ class Choice(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Microseconds of one launch for trees of a size: base + per_step * steps + per_fetch * fetches, or what `features`
+    """Microseconds of one launch for trees of a size: base + per_step * steps + per_other * others, as `features`
     gives in their place."""
 
     choice: Choice
     base: float
     per_step: float
-    per_fetch: float
+    per_other: float
 
     def predict(self, topologies: Sequence[Topology]) -> float:
         """The launch's time: the mean of what each tree alone would take in a batch of this size."""
         total = 0.0
         for topology in topologies:
-            steps, moves = features(self.choice, topology)
-            total += self.per_step * steps + self.per_fetch * moves
+            steps, others = features(self.choice, topology)
+            total += self.per_step * steps + self.per_other * others
         return self.base + total / len(topologies)
 
 
@@ -92,14 +91,20 @@ class Measured:
 
 @lru_cache(maxsize=4096)
 def features(choice: Choice, topology: Topology) -> tuple[int, int]:
-    """What a choice's time depends on in a tree: steps of the longest group and its fetches, or rounds and blocks."""
+    """What a choice's time depends on in a tree: steps one after the other, and other work.
+
+    Of a serial kernel the steps of the longest group and those of all other groups, which share the GPU with it; of a
+    factorised one the rounds of substitution of all blocks, and pairs of blocks, where a block with itself, S and its
+    system counts as two.
+    """
     if choice.kernel == "serial":
-        return makespan(topology, choice.groups), fetches(topology, choice.groups)
+        return makespan(topology, choice.groups), steps_beside(topology, choice.groups)
     tile = choice.tile or factorised_tile(len(topology))
     block = tile.block_n if isinstance(tile, FactorisedTile) else 16
     first = np.arange(0, len(topology), block)
     deepest, shallowest = (f.reduceat(topology.depth, first) for f in (np.maximum, np.minimum))
-    return int((deepest - shallowest).sum()), len(first)
+    blocks = len(first)
+    return int((deepest - shallowest).sum()), 2 * blocks + blocks * (blocks - 1) // 2
 
 
 def alike(device: str) -> tuple[str, ...]:
@@ -200,7 +205,6 @@ class Selector:
 _FORMS: dict[type[AnyTile], str] = {
     FactorisedTile: "general",
     HeldTile: "held",
-    BlockedTile: "blocked",
     StreamedTile: "streamed",
 }
 
@@ -220,7 +224,7 @@ def _place_to(place: Measured) -> dict[str, Any]:
             "tile": None if cost.choice.tile is None else [_FORMS[type(cost.choice.tile)], *cost.choice.tile],
             "base_us": round(cost.base, 3),
             "per_step_us": round(cost.per_step, 4),
-            "per_fetch_us": round(cost.per_fetch, 4),
+            "per_other_us": round(cost.per_other, 4),
         }
         for cost in place.costs
     ]
@@ -233,7 +237,7 @@ def _place_from(entry: dict[str, Any]) -> Measured:
             Choice(cost["kernel"], cost["groups"], _tile_from(cost["tile"])),
             cost["base_us"],
             cost["per_step_us"],
-            cost["per_fetch_us"],
+            cost["per_other_us"],
         )
         for cost in entry["costs"]
     )

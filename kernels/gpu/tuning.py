@@ -9,9 +9,6 @@ import numpy as np
 from specla.kernels.gpu.selector import Choice, Cost, features
 from specla.kernels.topology import Topology
 
-LEAST_KINDS = 3
-"""Kinds of trees for the three costs of a choice."""
-
 
 def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
     """The cost of a choice from launches that were timed, one topology for all sessions of each.
@@ -31,17 +28,16 @@ def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
     if not len(times) or not np.isfinite(times).all() or (times <= 0).any():
         raise ValueError(f"times {times}: give at least one, all positive and finite")
     columns = np.array([[1.0, *features(choice, topology)] for topology, _ in samples])
-    kinds = len(np.unique(columns, axis=0))
-    if kinds < LEAST_KINDS or np.ptp(columns[:, 1]) == 0:
-        raise ValueError(f"{choice}: {kinds} kinds of trees: give at least {LEAST_KINDS}, of different steps")
-    parts = np.zeros(3)
-    used = [i for i in range(3) if i == 0 or np.ptp(columns[:, i]) > 0]
+    kinds, parts = len(np.unique(columns, axis=0)), np.zeros(3)
+    used = [i for i in range(3) if i == 0 or np.ptp(columns[:, i]) > 0]  # what never varies is part of the base
+    if kinds < len(used) or 1 not in used:
+        raise ValueError(f"{choice}: {kinds} kinds of trees: give at least {len(used)}, of different steps")
     while True:
         weighted = columns[:, used] / times[:, None]
         solved, *_ = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)
-        negative = [i for i, value in zip(used, solved, strict=True) if value < 0 and i]
+        negative = [i for i, value in zip(used, solved, strict=True) if value < 0]
         if not negative:
             parts[used] = solved
             break
         used.remove(min(negative, key=lambda i: solved[used.index(i)]))
-    return Cost(choice, float(max(parts[0], 0.0)), float(parts[1]), float(parts[2]))
+    return Cost(choice, *map(float, parts))

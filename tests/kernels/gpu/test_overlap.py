@@ -13,7 +13,6 @@ import torch
 from gpu_layers import Dims, Layer, assert_nothing_else_touched, make_layer
 from tree_cases import chain, random_tree
 
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.factorised import AnyTile, factorised_tile, verify_factorised, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
@@ -34,7 +33,6 @@ CASES: list[tuple[Dims, tuple[int, ...], Kernel]] = [
     *((dims, sizes, groups) for dims in USUAL + OTHER for sizes in (SMALL, LARGE) for groups in (1, 4)),
     *((dims, sizes, factorised_tile(max(sizes))) for dims in USUAL + OTHER for sizes in (SMALL, LARGE)),
     *((dims, sizes, HeldTile(warps)) for dims in USUAL for sizes in (SMALL, LARGE) for warps in (1, 4)),
-    *((dims, sizes, BlockedTile()) for dims in USUAL for sizes in (SMALL, LARGE)),
     *((dims, SMALL, tile) for dims in USUAL for tile in (StreamedTile(32, 3, 128), StreamedTile(64, 3))),
 ]
 

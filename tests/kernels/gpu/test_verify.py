@@ -10,7 +10,6 @@ from gpu_layers import Dims, Layer, assert_nothing_else_touched, expected, make_
 from torch import Tensor
 from tree_cases import chain, random_tree, rms_ratio
 
-from specla.kernels.gpu.blocked import BlockedTile
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, verify_factorised, why_unfit
@@ -79,7 +78,7 @@ def test_factorised_small(device: torch.device, tile: FactorisedTile) -> None:
 def fast_tiles(layer: Layer) -> list[AnyTile]:
     """The general form, and on a GPU all others that the layer and its bucket can have."""
     dims, bucket = layer.dims, layer.batch.bucket
-    others: list[AnyTile] = [*(HeldTile(n) for n in (1, 2, 4)), BlockedTile(), BlockedTile(168)]
+    others: list[AnyTile] = [*(HeldTile(n) for n in (1, 2, 4))]
     others += [StreamedTile(32, 3, 128), StreamedTile(64, 3), StreamedTile(64, 4)]
     widths = dims.key_width, dims.value_width
     return [factorised_tile(bucket.tree_rows), *(t for t in others if not why_unfit(t, bucket, *widths, dims.dtype))]
@@ -256,22 +255,20 @@ def test_hard_systems_on_a_gpu(device: torch.device, dims: Dims) -> None:
 @pytest.mark.gpu
 def test_every_fast_form_is_tried_on_a_gpu(device: torch.device) -> None:
     tiles = fast_tiles(make_layer(SHAPES[4], [chain(3)], device, bucket=LOW))
-    assert [type(t) for t in tiles] == [FactorisedTile, *[HeldTile] * 3, *[BlockedTile] * 2, *[StreamedTile] * 3]
+    assert [type(t) for t in tiles] == [FactorisedTile, *[HeldTile] * 3, *[StreamedTile] * 3]
     assert fast_tiles(make_layer(SHAPES[1], [chain(3)], device, bucket=LOW))[1:] == []
     big = fast_tiles(make_layer(SHAPES[7], [chain(3)], device, bucket=BIG))
-    assert [type(t) for t in big] == [FactorisedTile, *[HeldTile] * 3, *[BlockedTile] * 2]
+    assert [type(t) for t in big] == [FactorisedTile, *[HeldTile] * 3]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[7]], ids=named)
 def test_held_states_commit_with_the_bits_of_a_flush_on_a_gpu(device: torch.device, dims: Dims) -> None:
     layer = make_layer(dims, [chain(16), FORK, chain(2)], device, pending=[8, 0, 3], bucket=LOW)
-    flushed, blocked = layer.clone(), layer.clone()
+    flushed = layer.clone()
     flush(flushed.state, flushed.pool, layer.batch.slot, layer.batch.pending, layer.batch.pending_len)
     factorised(HeldTile(4))(layer)
-    factorised(BlockedTile())(blocked)
     assert torch.equal(layer.state, flushed.state)
-    assert torch.equal(blocked.state, flushed.state)
     assert not torch.equal(layer.state, make_layer(dims, [chain(16), FORK, chain(2)], device, bucket=LOW).state)
 
 
