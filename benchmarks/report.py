@@ -126,7 +126,10 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """As git describes the checkout; without git what SPECLA_COMMIT names, or "unknown"."""
+    """What SPECLA_COMMIT names (for copies of a checkout that leave its git behind), or as git describes it."""
+    named = os.environ.get("SPECLA_COMMIT")
+    if named:
+        return named
     if shutil.which("git") is not None:
         git = subprocess.run(
             ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"],
@@ -136,7 +139,7 @@ def _commit() -> str:
         )
         if git.returncode == 0:
             return git.stdout.strip()
-    return os.environ.get("SPECLA_COMMIT") or "unknown"
+    return "unknown"
 
 
 def cpu_name() -> str:

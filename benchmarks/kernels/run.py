@@ -29,7 +29,9 @@ METHOD = (
     "CUDA graphs; each runs its work once for enough layers that 3 L2 sizes of other states and factors lie between "
     "two visits of the same; states and factors cold: every layer has its own; activations (q, k, v, g, beta, o) "
     "shared by all layers, as in a model, and counted among the bytes moved once; time of the graph over its layers; "
-    "rivals in turns, rotating; medians with quartiles; launches, commit and state writes included"
+    "rivals in turns, rotating; medians with quartiles; launches, commit and state writes included; our verification "
+    "kernels overlap (programmatic dependent launch): states, pending factors and trees are read, and states committed, "
+    "while the kernel before still runs, rows are read and outputs written after its end"
 )
 REPLAY = (
     "inputs ready path by path, outputs left where they fall, the state after the accepted path by one launch of the "

@@ -47,9 +47,10 @@ def test_json_holds_rows_goals_and_where_they_come_from(tmp_path: Path, monkeypa
     assert not made.all_met
 
 
-def test_without_git_the_commit_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.shutil, "which", lambda name: None)
-    monkeypatch.delenv("SPECLA_COMMIT", raising=False)
-    assert report.versions()["commit"] == "unknown"
+def test_a_commit_that_is_named_counts_before_what_git_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECLA_COMMIT", "1a2b3c4")
     assert report.versions()["commit"] == "1a2b3c4"
+    monkeypatch.delenv("SPECLA_COMMIT")
+    assert report.versions()["commit"] != "1a2b3c4"
+    monkeypatch.setattr(report.shutil, "which", lambda name: None)
+    assert report.versions()["commit"] == "unknown"
