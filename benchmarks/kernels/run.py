@@ -30,8 +30,8 @@ METHOD = (
     "two visits of the same; states and factors cold: every layer has its own; activations (q, k, v, g, beta, o) "
     "shared by all layers, as in a model, and counted among the bytes moved once; time of the graph over its layers; "
     "rivals in turns, rotating; medians with quartiles; launches, commit and state writes included; our verification "
-    "kernels overlap (programmatic dependent launch): states, pending factors and trees are read and commits done while "
-    "the kernel before still runs, rows are read and outputs written after its end"
+    "kernels overlap (programmatic dependent launch): states, pending factors and trees are read and commits done "
+    "while the kernel before still runs, rows are read and outputs written after its end"
 )
 REPLAY = (
     "inputs ready path by path, outputs left where they fall, the state after the accepted path by one launch of the "
