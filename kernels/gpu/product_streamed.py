@@ -51,6 +51,8 @@ class ProductTile(NamedTuple):
     """The grid; 0: one program a tile."""
     prefetch: int = 0
     """Bytes a row of weights, behind the ring's, that a program has fetched into L2 before it waits."""
+    ask_ahead: bool = False
+    """Whether the lines of the next block of x are asked for a step ahead, into L1."""
 
 
 def streams(outputs: int, inputs: int, parts: int, dtype: torch.dtype) -> bool:
@@ -214,6 +216,7 @@ def product_streamed_kernel(
     RT: gl.constexpr,
     WARPS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    ASK_AHEAD: gl.constexpr,
     SWIGLU: gl.constexpr,
     ADD: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -225,6 +228,7 @@ def product_streamed_kernel(
     P: gl.constexpr = layouts.column_products(WARPS)
     LEFT: gl.constexpr = left(WARPS, BN, BK)
     RIGHT: gl.constexpr = right(WARPS, RT, BK)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [2048 // BK, BK // 64], [WARPS, 1], [1, 0])  # of 64 numbers
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [WARPS, 1], [1, 0])
     n = gl.load(p_rows)
     first_row = gl.program_id(0) * RT
@@ -249,6 +253,9 @@ def product_streamed_kernel(
         return
     row = gl.minimum(first_row + gl.arange(0, RT, layout=gl.SliceLayout(1, RIGHT)), n - 1)  # past the last: repeated
     p_row = p_x + (gl.expand_dims(row, 1) * K + gl.expand_dims(gl.arange(0, BK, layout=gl.SliceLayout(0, RIGHT)), 0))
+    line_row = gl.minimum(first_row + gl.arange(0, RT, layout=gl.SliceLayout(1, LINES)), n - 1)
+    o_line = gl.expand_dims(gl.arange(0, BK // 64, layout=gl.SliceLayout(0, LINES)), 0) * 64
+    p_line = p_x + (gl.expand_dims(line_row, 1) * K + o_line)
     first_key = _first_key(0, KP, BK, PARTS)
     acc = gl.zeros([BN, RT], gl.float32, P)
     for step in range(total):
@@ -260,6 +267,8 @@ def product_streamed_kernel(
         if ahead < total:
             _copy_block(at_w.index(ahead % STAGES), p_weight, ahead, o_copy, N, K, KP, BN, BK, PARTS)
         async_copy.commit_group()
+        if ASK_AHEAD:
+            layouts.prefetch(p_line + first_key)
         if OVERLAP and step == gl.maximum(total - STAGES, 0):  # all weights are asked for
             gdc_launch_dependents()
         w = at_w.index(step % STAGES).load(LEFT)
@@ -308,6 +317,7 @@ def launch_streamed(
         RT=tile.rows,
         WARPS=tile.warps,
         PREFETCH=tile.prefetch,
+        ASK_AHEAD=tile.ask_ahead,
         SWIGLU=swiglu,
         ADD=add,
         OVERLAP=overlap,

@@ -188,6 +188,7 @@ def test_odd_shapes(device, shape, dtype):
         ProductTile(128, 128, 3, 16, 8, 50, 1024),
         ProductTile(128, 64, 4, 64, 4),
         ProductTile(32, 64, 3, 8, 1, 7),
+        ProductTile(64, 256, 4, 16, 4, ask_ahead=True),
     ],
 )
 @pytest.mark.parametrize("shape", [(8224, 2048), (2048, 5120)])
