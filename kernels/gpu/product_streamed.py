@@ -4,7 +4,7 @@ A program takes tiles of BN outputs, one after the other, and sweeps over K in b
 (cp.async into a ring of shared memory, which goes on from tile to tile), so that memory works whatever the products
 do. Weights are the left operand of m16n8k16: 16 outputs by 8 rows of x, so a tile of 8, 16, 32 or 64 rows is 1, 2, 4 or
 8 independent chains of products, each in the same order over K. Rows of x come straight from the caches into the
-registers of every warp.
+registers of every warp, or, if they are many, through a ring of their own.
 
 Both operands lie 16 bytes a lane: 32 consecutive k are dealt out to the 4 lanes of a row, eight each, and called by
 other names inside two products, the same on both sides. Outputs 2 g and 2 g + 1 of 16 are rows g and g + 8 of a
@@ -53,6 +53,8 @@ class ProductTile(NamedTuple):
     """Bytes a row of weights, behind the ring's, that a program has fetched into L2 before it waits."""
     ask_ahead: bool = False
     """Whether the lines of the next block of x are asked for a step ahead, into L1."""
+    shared_x: bool = False
+    """Whether x streams through shared memory as the weights do, for many rows."""
 
 
 def streams(outputs: int, inputs: int, parts: int, dtype: torch.dtype) -> bool:
@@ -66,10 +68,12 @@ def streamed_tile(outputs: int, inputs: int, parts: int, rows: int) -> ProductTi
     height = min(64, max(8, triton.next_power_of_2(rows)))
     wide = next((x for x in (64, 32) if triton.cdiv(outputs, x) * parts >= 120), 16)
     block_k = 128 if height < 64 and inputs % (parts * 128) == 0 else 64
+    shared_x = height > 16
     tiles = triton.cdiv(outputs, wide) * parts
     together = min(4, triton.cdiv(tiles, _MULTIPROCESSORS))  # programs on one multiprocessor
-    stages = min(16, max(3, _RING // together // (wide * block_k * 2)))
-    return ProductTile(wide, block_k, stages, height, wide // 16)
+    block = (wide + (height if shared_x else 0)) * block_k * 2
+    stages = min(16, max(3, _RING // together // block))
+    return ProductTile(wide, block_k, stages, height, wide // 16, shared_x=shared_x)
 
 
 @constexpr_function
@@ -171,6 +175,17 @@ def _first_key(step, KP: gl.constexpr, BK: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _rows_at(
+    p_x, first_row, n,
+    K: gl.constexpr, RT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, EACH: gl.constexpr = 1,
+):  # fmt: skip
+    """Pointers [RT, COUNT] at every EACH numbers of the rows that a tile begins; past the last row that one again."""
+    row = gl.minimum(first_row + gl.arange(0, RT, layout=gl.SliceLayout(1, LAYOUT)), n - 1)
+    o_key = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT)) * EACH
+    return p_x + (gl.expand_dims(row, 1) * K + gl.expand_dims(o_key, 0))
+
+
+@gluon.jit
 def _store(
     acc, p_out, step, first_row, n, R,
     N: gl.constexpr, KP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, PARTS: gl.constexpr, RT: gl.constexpr,
@@ -217,6 +232,7 @@ def product_streamed_kernel(
     WARPS: gl.constexpr,
     PREFETCH: gl.constexpr,
     ASK_AHEAD: gl.constexpr,
+    SHARED_X: gl.constexpr,
     SWIGLU: gl.constexpr,
     ADD: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -251,27 +267,37 @@ def product_streamed_kernel(
     if first_row >= n:  # no branch around the copies: it would have them wait for the number of rows
         async_copy.wait_group(0)
         return
-    row = gl.minimum(first_row + gl.arange(0, RT, layout=gl.SliceLayout(1, RIGHT)), n - 1)  # past the last: repeated
-    p_row = p_x + (gl.expand_dims(row, 1) * K + gl.expand_dims(gl.arange(0, BK, layout=gl.SliceLayout(0, RIGHT)), 0))
-    line_row = gl.minimum(first_row + gl.arange(0, RT, layout=gl.SliceLayout(1, LINES)), n - 1)
-    o_line = gl.expand_dims(gl.arange(0, BK // 64, layout=gl.SliceLayout(0, LINES)), 0) * 64
-    p_line = p_x + (gl.expand_dims(line_row, 1) * K + o_line)
+    p_row = _rows_at(p_x, first_row, n, K, RT, BK, COPY if SHARED_X else RIGHT)
+    p_line = _rows_at(p_x, first_row, n, K, RT, BK // 64, LINES, 64)
+    if SHARED_X:
+        at_x = gl.allocate_shared_memory(
+            p_x.dtype.element_ty, [STAGES, RT, BK], gl.SwizzledSharedLayout(32, 1, 2, order=[1, 0])
+        )
+        for i in gl.static_range(STAGES - 1):
+            if i < total:
+                async_copy.async_copy_global_to_shared(at_x.index(i), p_row + _first_key(i, KP, BK, PARTS))
+            async_copy.commit_group()
     first_key = _first_key(0, KP, BK, PARTS)
     acc = gl.zeros([BN, RT], gl.float32, P)
     for step in range(total):
-        # Carried from step to step, 16-bit numbers would be unpacked, and waited for, at once.
-        x = gl.load(p_row + first_key)
+        if not SHARED_X:  # carried from step to step, 16-bit numbers would be unpacked, and waited for, at once
+            x = gl.load(p_row + first_key)
         first_key = _first_key(step + 1, KP, BK, PARTS)
         async_copy.wait_group(STAGES - 2)
         ahead = step + STAGES - 1
         if ahead < total:
             _copy_block(at_w.index(ahead % STAGES), p_weight, ahead, o_copy, N, K, KP, BN, BK, PARTS)
+            if SHARED_X:
+                p = p_row + _first_key(ahead, KP, BK, PARTS)
+                async_copy.async_copy_global_to_shared(at_x.index(ahead % STAGES), p)
         async_copy.commit_group()
         if ASK_AHEAD:
             layouts.prefetch(p_line + first_key)
         if OVERLAP and step == gl.maximum(total - STAGES, 0):  # all weights are asked for
             gdc_launch_dependents()
         w = at_w.index(step % STAGES).load(LEFT)
+        if SHARED_X:
+            x = at_x.index(step % STAGES).load(RIGHT)
         acc = mma_v2(_as_left(w, BN, BK, P), _as_right(x, RT, BK, P), acc)
         if step % STEPS == STEPS - 1:
             _store(acc, p_out, step, first_row, n, R, N, KP, BN, BK, PARTS, RT, WARPS, SWIGLU, ADD)
@@ -318,6 +344,7 @@ def launch_streamed(
         WARPS=tile.warps,
         PREFETCH=tile.prefetch,
         ASK_AHEAD=tile.ask_ahead,
+        SHARED_X=tile.shared_x,
         SWIGLU=swiglu,
         ADD=add,
         OVERLAP=overlap,

@@ -122,7 +122,8 @@ def test_which_form_and_tile_a_shape_takes():
             tile = streamed_tile(outputs, inputs, parts, rows)
             assert inputs % (parts * tile.block_k) == 0
             assert tile.stages >= 3
-            assert tile.stages * tile.outputs * tile.block_k * 2 <= 100 * 1024
+            block = (tile.outputs + tile.rows * tile.shared_x) * tile.block_k * 2
+            assert tile.stages == 3 or tile.stages * block <= 96 * 1024
             assert tile.rows == min(64, max(8, 1 << (rows - 1).bit_length()))
     assert not streams(2048, 2048 + 32, 1, torch.bfloat16)
     assert not streams(512, 2048, 1, torch.bfloat16)
@@ -189,6 +190,10 @@ def test_odd_shapes(device, shape, dtype):
         ProductTile(128, 64, 4, 64, 4),
         ProductTile(32, 64, 3, 8, 1, 7),
         ProductTile(64, 256, 4, 16, 4, ask_ahead=True),
+        ProductTile(64, 128, 4, 8, 4, shared_x=True),
+        ProductTile(64, 64, 6, 64, 4, 50, shared_x=True),
+        ProductTile(16, 64, 5, 16, 1, shared_x=True),
+        ProductTile(64, 256, 3, 32, 4, shared_x=True),
     ],
 )
 @pytest.mark.parametrize("shape", [(8224, 2048), (2048, 5120)])
