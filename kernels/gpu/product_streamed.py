@@ -29,7 +29,7 @@ from specla.kernels.gpu.layouts import powers
 
 BLOCK = 64
 """K, and each of its parts, must be a multiple of it."""
-_FEWEST_OUTPUTS = 1024  # below that a launch is all latency
+_FEWEST_OUTPUTS = 64
 _MULTIPROCESSORS = 132
 _RING = 96 * 1024  # bytes in flight a multiprocessor: twice what hides the latency; two launches fit beside each other
 
@@ -72,7 +72,8 @@ def streamed_tile(outputs: int, inputs: int, parts: int, rows: int) -> ProductTi
     tiles = triton.cdiv(outputs, wide) * parts
     together = min(4, triton.cdiv(tiles, _MULTIPROCESSORS))  # programs on one multiprocessor
     block = (wide + (height if shared_x else 0)) * block_k * 2
-    stages = min(16, max(3, _RING // together // block))
+    blocks = inputs // parts // block_k
+    stages = min(16, max(3, _RING // together // block), blocks + 1)
     return ProductTile(wide, block_k, stages, height, wide // 16, shared_x=shared_x)
 
 
@@ -324,7 +325,13 @@ def launch_streamed(
     (count, inputs), outputs = x.shape, weight.shape[0]
     whole = inputs % (parts * tile.block_k) == 0 and tile.outputs in (16 * tile.warps, 32 * tile.warps)
     behind = inputs // parts - (tile.stages - 1) * tile.block_k  # numbers of a row that the ring leaves
-    if not whole or tile.stages < 2 or tile.prefetch % 64 or tile.prefetch > max(0, 2 * behind):
+    if (
+        not whole
+        or tile.outputs > outputs
+        or tile.stages < 2
+        or tile.prefetch % 64
+        or tile.prefetch > max(0, 2 * behind)
+    ):
         raise ValueError(f"{tile} does not fit a weight {list(weight.shape)} in {parts} parts")
     tiles = triton.cdiv(outputs, tile.outputs) * parts
     programs = min(tiles, tile.programs) if tile.programs else tiles
