@@ -7,32 +7,31 @@
 
 A pass runs the root and the candidates of any number of sessions, each with its own topology; plain decoding is the
 topology of the root alone. It leaves the stored states as they are: what was accepted is applied when the session
-runs again.
+runs again. Where the model runs, and how, is the backend's matter.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from specla.kernels.sampling import Sampled, SessionSampling, sample
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch, pack
+from specla.kernels.tree import pack
 from specla.rpc.errors import InternalError
 from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.backend import Backend, PassRows
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.features import FINAL_NORM, FeatureRing, FeatureSlice, FeatureWindow
+from specla.verifier_service.cpu_backend import CpuBackend
+from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.memory import MemoryAccount
 from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
 from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.session import Session, check_opening, sampling_state
-from specla.verifier_service.state import PendingPath, StateStore
+from specla.verifier_service.state import StateStore
 from specla.verifier_service.target import Target
-from specla.verifier_service.targets.gated_deltanet import PassFactors, TreePass, prefill_chunk
-from specla.verifier_service.targets.tree_pass import tree_pass
 
-CHAIN_ROWS = 32  # known tokens run as one chain of accepted rows; up to here that beats the chunked form
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
 MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
 
@@ -47,8 +46,10 @@ class Engine:
         max_sessions: slots, after the memory limit.
     """
 
-    def __init__(self, config: VerifierConfig) -> None:
+    def __init__(self, config: VerifierConfig, backend: Backend | None = None) -> None:
         """Load the target and prove that this build keeps exact mode's promise. Sets the process's thread count.
+
+        `backend` stands in for the one that the configuration's device has.
 
         Raises:
             UnsupportedModelError: a checkpoint or a device that cannot be run.
@@ -61,16 +62,13 @@ class Engine:
         model = self.target.weights.config
         self.memory = MemoryAccount.of(model, self.target.weight_bytes)
         self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
-        self._store = StateStore(model, self.max_sessions)
+        self._backend = backend or self._cpu_backend()
         self._sessions: set[Session] = set()
-        self._last_factors: PassFactors | None = None
-        if config.numerics == "exact":
-            prove_exact(self.target.weights, self._store, config.max_rows)
 
     @property
     def free_slots(self) -> int:
         """How many sessions could still be opened."""
-        return self._store.free_slots
+        return self._backend.free_slots
 
     def open(
         self,
@@ -105,7 +103,7 @@ class Engine:
             keep.validate(model.num_hidden_layers)
             if keep.layers and keep.window:
                 ring = FeatureRing(keep, model.hidden_size)
-        slot = self._store.acquire()
+        slot = self._backend.acquire()
         session = Session(session_id, slot, prompt_ids, resumed_ids, state, stopping, ring)
         self._sessions.add(session)
         return session
@@ -121,14 +119,12 @@ class Engine:
             Whether the session is ready for passes.
         """
         assert session.slot is not None, "a released session cannot be prefilled"
-        last = session.prompt_len - 1
+        last, chain_rows = session.prompt_len - 1, self._backend.chain_rows
         while not session.ready and budget_tokens > 0:
             start = session.run_len
             stop = min(start + self.config.prefill_chunk, last)
-            if start < last and stop - start > CHAIN_ROWS:
-                self._run_chunk(session, session.slot, start, stop)
-            else:
-                stop = min(start + CHAIN_ROWS, last if start < last else len(session.tokens) - 1)
+            if not (stop - start > chain_rows and self._run_chunk(session, session.slot, start, stop)):
+                stop = min(start + chain_rows, last if start < last else len(session.tokens) - 1)
                 self._run_chain(session, session.slot, start, stop)
             budget_tokens -= stop - start
         return session.ready
@@ -147,15 +143,13 @@ class Engine:
         """
         started = time.perf_counter()
         slots = self._check_items(items)
-        self._commit_pending([item.session for item in items])
         batch = pack([item.topology for item in items])
         row_tokens = [token for item in items for token in (item.session.root_token, *item.tokens)]
-        out = self._forward(row_tokens, batch, slots)
-        assert out.logits is not None
-        sampled = sample(out.logits, row_sampling(items, batch, row_tokens))
-        self._last_factors = out.factors
+        sampling = row_sampling(items, batch, row_tokens)
+        layers = {layer for item in items for layer in _layers(item.session)}
+        out = self._backend.run(slots, batch, row_tokens, sampling, sorted(layers))
         seconds = time.perf_counter() - started
-        return [self._conclude(item, batch, batch.offsets[i], out, sampled, seconds) for i, item in enumerate(items)]
+        return [self._conclude(item, i, batch.offsets[i], out, seconds) for i, item in enumerate(items)]
 
     def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
         """Hidden states kept of positions in [from_position, to_position), all below committed_len - 1.
@@ -182,7 +176,7 @@ class Engine:
                 item = PassItem(session, Topology.from_wire(range(-1, count - 2)), [0] * (count - 1))
                 (result,) = self.run_pass([item])
                 best[count] = min(best.get(count, result.seconds), result.seconds)
-        self._store.clear(self._store.scratch_slot)
+        self._backend.clear(self._backend.scratch_slot)
         return best
 
     def release(self, session: Session) -> None:
@@ -190,22 +184,26 @@ class Engine:
         if session.slot is None:
             return
         self._sessions.discard(session)
-        session.pending = None
         session.feature_ring = None
         slot, session.slot = session.slot, None
-        self._store.release(slot)
+        self._backend.release(slot)
 
     def close(self) -> None:
         """Release all sessions; harmless twice."""
         for session in list(self._sessions):
             self.release(session)
-        self._last_factors = None
+
+    def _cpu_backend(self) -> CpuBackend:
+        store = StateStore(self.target.weights.config, self.max_sessions)
+        if self.config.numerics == "exact":
+            prove_exact(self.target.weights, store, self.config.max_rows)
+        return CpuBackend(self.target.weights, store)
 
     def _scratch_session(self) -> Session:
         """A session without end in the slot that no caller ever gets."""
-        self._store.clear(self._store.scratch_slot)
+        self._backend.clear(self._backend.scratch_slot)
         sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.weights.config.vocab_size)
-        return Session(b"", self._store.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
+        return Session(b"", self._backend.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
 
     def _check_items(self, items: Sequence[PassItem]) -> list[int]:
         """The items' slots; anything wrong here is a fault of the caller."""
@@ -220,76 +218,45 @@ class Engine:
         assert len(set(slots)) == len(slots), "a pass takes each session once"
         return slots
 
-    def _forward(self, row_tokens: list[int], batch: TreeBatch, slots: list[int], want_logits: bool = True) -> TreePass:
-        store = self._store
-        return tree_pass(
-            self.target.weights,
-            torch.tensor(row_tokens),
-            batch,
-            store.recurrent_state,
-            store.conv_state,
-            slots,
-            want_logits,
-        )
-
-    def _commit_pending(self, due: Iterable[Session]) -> None:
-        """Apply the pending paths of sessions that run now, and those older than the last pass, so that the factors
-        of two passes are kept at most."""
-        stale = [s for s in self._sessions if s.pending and s.pending.factors is not self._last_factors]
-        groups: dict[int, list[Session]] = {}
-        for session in dict.fromkeys([*due, *stale]):
-            if session.pending is not None:
-                groups.setdefault(id(session.pending.factors), []).append(session)
-        for sessions in groups.values():
-            slots = [s.slot for s in sessions if s.slot is not None]
-            self._store.apply(slots, [s.pending for s in sessions if s.pending is not None])
-            for session in sessions:
-                session.pending = None
-
-    def _conclude(
-        self, item: PassItem, batch: TreeBatch, offset: int, out: TreePass, sampled: Sampled, seconds: float
-    ) -> PassResult:
+    def _conclude(self, item: PassItem, index: int, offset: int, out: PassRows, seconds: float) -> PassResult:
         """Accept an item's tokens and move its session on; the only place where a pass changes a session."""
         session, base_len = item.session, item.session.committed_len
-        acceptance = accept_item(item, offset, sampled)
+        acceptance = accept_item(item, offset, out.sampled)
         if isinstance(acceptance, InternalError):
             return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
-        assert out.logits is not None
-        result = result_of(item, offset, acceptance, out.logits, sampled, seconds)
-        self._take(session, out, [offset + row for row in acceptance.rows])
+        result = result_of(item, offset, acceptance, out, seconds)
+        self._take(session, out, index, offset, acceptance.rows)
         session.tokens += acceptance.tokens
         session.sampling_state.extend(acceptance.tokens)
         session.finish = acceptance.finish
         return result
 
-    def _take(self, session: Session, out: TreePass, rows: list[int]) -> None:
-        """Note that these rows of the batch, a path from the session's root, are part of its text now."""
-        session.pending = PendingPath(out.factors, tuple(rows))
+    def _take(self, session: Session, out: PassRows, index: int, offset: int, rows: Sequence[int]) -> None:
+        """These rows of the index-th session's tree, which begins at `offset`, are part of its text now."""
+        out.take(index, rows)
         session.run_len += len(rows)
         if session.feature_ring is not None:
-            index = torch.tensor(rows)
-            layers = session.feature_ring.spec.layers
-            session.feature_ring.record([out.hidden[layer].index_select(0, index) for layer in layers])
+            of_batch = [offset + row for row in rows]
+            session.feature_ring.record([out.hidden(layer, of_batch) for layer in _layers(session)])
 
     def _run_chain(self, session: Session, slot: int, start: int, stop: int) -> None:
         """Run known tokens as decoding would have: a chain of which every row is accepted."""
         tokens = session.tokens[start:stop]
         batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
-        ring = session.feature_ring
-        self._commit_pending([session])
-        out = self._forward(tokens, batch, [slot], want_logits=ring is not None and FINAL_NORM in ring.spec.layers)
-        self._take(session, out, list(range(len(tokens))))
+        out = self._backend.run([slot], batch, tokens, None, _layers(session))
+        self._take(session, out, 0, 0, range(len(tokens)))
 
-    def _run_chunk(self, session: Session, slot: int, start: int, stop: int) -> None:
-        """Run tokens of the prompt in the chunked form, which advances the stored state itself."""
-        ring, store = session.feature_ring, self._store
-        hidden = prefill_chunk(
-            self.target.weights,
-            torch.tensor(session.tokens[start:stop]),
-            store.recurrent_state[slot],
-            store.conv_state[slot],
-            want_final_norm=ring is not None and FINAL_NORM in ring.spec.layers,
-        )
-        if ring is not None:
-            ring.record([hidden[layer] for layer in ring.spec.layers])
+    def _run_chunk(self, session: Session, slot: int, start: int, stop: int) -> bool:
+        """Run tokens of the prompt in a form made for many, if there is one."""
+        hidden = self._backend.run_chunk(slot, session.tokens[start:stop], _layers(session))
+        if hidden is None:
+            return False
+        if session.feature_ring is not None:
+            session.feature_ring.record(hidden)
         session.run_len = stop
+        return True
+
+
+def _layers(session: Session) -> tuple[int, ...]:
+    """Whose streams a session keeps."""
+    return () if session.feature_ring is None else session.feature_ring.spec.layers

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, Sampled, row_logprobs
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
 from specla.rpc.errors import InternalError, SpeclaError
 from specla.verifier_service.acceptance import Acceptance, Finish, accept
+from specla.verifier_service.backend import PassRows
 from specla.verifier_service.session import Session
 
 
@@ -86,19 +85,16 @@ def accept_item(item: PassItem, offset: int, sampled: Sampled) -> Acceptance | I
     return InternalError(f"the target gave no usable logits: {reason}", hint="Other sessions are not affected")
 
 
-def result_of(
-    item: PassItem, offset: int, acceptance: Acceptance, logits: Tensor, sampled: Sampled, seconds: float
-) -> PassResult:
+def result_of(item: PassItem, offset: int, acceptance: Acceptance, out: PassRows, seconds: float) -> PassResult:
     """What to report of an accepted walk, before the session moves on."""
     count = len(acceptance.tokens)
     rows = [offset + row for row in acceptance.rows[:count]]  # token i was sampled after row i of the walk
     logprobs = top = None
     if item.session.sampling.top_logprobs is not None:
-        logprobs = tuple(sampled.logprobs[row] for row in rows)
+        logprobs = tuple(out.sampled.logprobs[row] for row in rows)
     if item.top_k:
-        values = logits.numpy()
         top = tuple(
-            row_logprobs(values[row], token, item.top_k) for row, token in zip(rows, acceptance.tokens, strict=True)
+            row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, acceptance.tokens, strict=True)
         )
     return PassResult(
         session=item.session,

@@ -7,7 +7,6 @@ from specla.kernels.sampling_params import SamplingError, SamplingParams
 from specla.rpc.errors import InvalidRequestError, PromptTooLongError
 from specla.verifier_service.acceptance import Finish, Stopping
 from specla.verifier_service.features import FeatureRing
-from specla.verifier_service.state import PendingPath
 
 
 class Session:
@@ -18,9 +17,8 @@ class Session:
         slot: where its state lies, or None once released.
         prompt_len: tokens of the prompt.
         tokens: prompt and output, the bonus token of the last pass included; the last of them is the next pass's root.
-        run_len: tokens whose effect is in the stored state or in `pending`: while decoding, all but the root.
+        run_len: tokens that the backend has: while decoding, all but the root.
         resumed_len: tokens up to here are replayed, not sampled.
-        pending: the accepted path that the stored state does not hold yet.
         finish: the end of the text, once it was reached.
     """
 
@@ -40,7 +38,6 @@ class Session:
         self.tokens = [*prompt_ids, *resumed_ids]
         self.resumed_len = len(self.tokens)
         self.run_len = 0
-        self.pending: PendingPath | None = None
         self.finish: Finish | None = None
         self.stopping = stopping
         self.sampling_state = sampling

@@ -41,7 +41,7 @@ class ConvolutionParameters(NamedTuple):
 @triton.jit
 def _convolved(
     p_x, p_weight, p_pool_x, p_history, p_tap, b_session, o_slot, i_row, o_channel, mask,
-    D: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """silu of the convolution at channels `o_channel` of one row, in float32, and the row's raw inputs.
 
@@ -51,7 +51,7 @@ def _convolved(
     for i in tl.static_range(W - 1):
         b_tap = tl.load(p_tap + i_row * (W - 1) + (W - 2 - i))
         b_taps = b_taps + (b_tap,)  # type: ignore[assignment]  # noqa: RUF005
-    raw = tl.load(p_x + i_row.to(tl.int64) * D + o_channel, mask=mask, other=0.0)
+    raw = tl.load(p_x + i_row.to(tl.int64) * X_STRIDE + o_channel, mask=mask, other=0.0)
     b_froms = ()
     for i in tl.static_range(W - 1):
         o_history = b_session * (W - 1) + (W - 1) + b_taps[i]
@@ -59,7 +59,7 @@ def _convolved(
         b_froms = b_froms + (b_from,)  # type: ignore[assignment]  # noqa: RUF005
     total = tl.zeros_like(raw).to(tl.float32)
     for i in tl.static_range(W - 1):
-        p_here = p_x + tl.maximum(b_taps[i], 0).to(tl.int64) * D
+        p_here = p_x + tl.maximum(b_taps[i], 0).to(tl.int64) * X_STRIDE
         p_before = p_pool_x + (o_slot + tl.maximum(b_froms[i], 0)) * D
         b_here = tl.load(p_here + o_channel, mask=mask & (b_taps[i] >= 0), other=0.0)
         b_before = tl.load(p_before + o_channel, mask=mask & (b_froms[i] >= 0), other=0.0)  # ZEROS is -1
@@ -74,7 +74,7 @@ def _convolved(
 def _keys_and_queries(
     p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k,
     b_session, o_slot, o_pool, i_row, i_block, used,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, HEADS: tl.constexpr, Q_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """A block of the 2 H heads of q and then k."""
@@ -83,7 +83,9 @@ def _keys_and_queries(
     mask = (i_head < 2 * H) & (i_key < K)
     of_q = i_head < H
     o_channel = i_head * K + i_key  # [HEADS, BK]
-    y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, p_tap, b_session, o_slot, i_row, o_channel, mask, D, W)
+    y, raw = _convolved(
+        p_x, p_weight, p_pool_x, p_history, p_tap, b_session, o_slot, i_row, o_channel, mask, D, X_STRIDE, W
+    )  # fmt: skip
     mask = mask & used
     norm = tl.sqrt(tl.sum(y * y, 1) + EPS)  # [HEADS]
     y = y / norm[:, None]
@@ -100,21 +102,22 @@ def _keys_and_queries(
 def _values_and_gates(
     p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_g, p_pool_x, p_history, p_tap, p_v, p_g, p_beta,
     b_session, o_slot, o_pool, i_row, i_block, used,
-    HV: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr, W: tl.constexpr,
     BV: tl.constexpr, HEADS: tl.constexpr, BETA_SCALE: tl.constexpr,
 ):  # fmt: skip
     """A block of the HV heads of v, whose channels start at FIRST, with their gates."""
     i_gate = i_block * HEADS + tl.arange(0, HEADS)  # [HEADS]
     of_gate = i_gate < HV
-    b_a = tl.load(p_a + i_row * HV + i_gate, mask=of_gate, other=0.0).to(tl.float32)
-    b_b = tl.load(p_b + i_row * HV + i_gate, mask=of_gate, other=0.0).to(tl.float32)
+    b_a = tl.load(p_a + i_row.to(tl.int64) * GATE_STRIDE + i_gate, mask=of_gate, other=0.0).to(tl.float32)
+    b_b = tl.load(p_b + i_row.to(tl.int64) * GATE_STRIDE + i_gate, mask=of_gate, other=0.0).to(tl.float32)
     b_rate = tl.load(p_a_log + i_gate, mask=of_gate, other=0.0)
     b_bias = tl.load(p_dt_bias + i_gate, mask=of_gate, other=0.0)
     i_value = tl.arange(0, BV)[None, :]
     mask = of_gate[:, None] & (i_value < V)
     o_value = i_gate[:, None] * V + i_value  # [HEADS, BV]
     y, raw = _convolved(
-        p_x, p_weight, p_pool_x, p_history, p_tap, b_session, o_slot, i_row, FIRST + o_value, mask, D, W
+        p_x, p_weight, p_pool_x, p_history, p_tap, b_session, o_slot, i_row, FIRST + o_value, mask, D, X_STRIDE, W
     )  # fmt: skip
     mask = mask & used
     of_gate = of_gate & used
@@ -135,7 +138,7 @@ def _tree_convolution(
     p_q, p_k, p_v, p_g, p_beta,
     F,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
     Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, block of heads): first the blocks of q and k, then those of v."""
@@ -151,13 +154,13 @@ def _tree_convolution(
         _keys_and_queries(
             p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k,
             b_session, o_slot, o_pool, i_row, i_block, used,
-            H, K, D, W, BK, HEADS, Q_SCALE, EPS,
+            H, K, D, X_STRIDE, W, BK, HEADS, Q_SCALE, EPS,
         )  # fmt: skip
     else:
         _values_and_gates(
             p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_g, p_pool_x, p_history, p_tap, p_v, p_g, p_beta,
             b_session, o_slot, o_pool, i_row, i_block - KEY_BLOCKS, used,
-            HV, V, 2 * H * K, D, W, BV, HEADS, BETA_SCALE,
+            HV, V, 2 * H * K, D, X_STRIDE, GATE_STRIDE, W, BV, HEADS, BETA_SCALE,
         )  # fmt: skip
 
 
@@ -177,8 +180,9 @@ def tree_convolution(
     All in float32, rounded to the model's dtype only when stored. Rows that no session uses change nothing.
 
     Args:
-        x: model dtype [R, D], raw inputs of q, k and v side by side.
-        a, b: model dtype or float32 [R, HV], the projections for decay and writing strength.
+        x: model dtype [R, D], raw inputs of q, k and v side by side; rows may stand apart, by multiples of 16 bytes.
+        a, b: model dtype or float32 [R, HV], the projections for decay and writing strength; rows may stand apart
+            equally.
         parameters: the layer's weights.
         pool: the layer's pool; its x is read at `batch.history`.
         batch: the pass.
@@ -198,6 +202,7 @@ def tree_convolution(
         pool.x.shape[1],
         H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
         BK=triton.next_power_of_2(key_width), BV=triton.next_power_of_2(value_width), HEADS=_HEADS,
+        X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
         Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS,
         num_warps=_HEADS,
     )  # fmt: skip
@@ -243,9 +248,15 @@ def _check(
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
-        if not tensor.is_contiguous() or tensor.device != batch.device or tensor.data_ptr() % _ALIGNED:
+        apart, aligned = name in ("x", "a", "b"), name not in ("a", "b")
+        lies = tensor.stride(-1) == 1 if apart else tensor.is_contiguous()
+        if aligned:
+            lies &= not (tensor.data_ptr() % _ALIGNED or tensor.stride(0) * tensor.element_size() % _ALIGNED * apart)
+        if not lies or tensor.device != batch.device:
             raise ValueError(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on "
-                f"{batch.device} that starts at a multiple of {_ALIGNED} bytes"
+                f"{batch.device} that starts at a multiple of {_ALIGNED} bytes (rows of x, a and b may stand apart)"
             )
+    if a.stride(0) != b.stride(0):
+        raise ValueError(f"rows of a and b stand {a.stride(0)} and {b.stride(0)} apart: give the same")
     batch.bind(slots=slots, pool_rows=factors)

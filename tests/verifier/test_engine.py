@@ -121,7 +121,7 @@ def test_a_session_whose_logits_are_no_numbers_fails_alone(engine: Engine) -> No
     expected = generate(engine, prompt)
     sick, well, text = open_ready(engine, prompt), open_ready(engine, prompt), Text()
     assert sick.slot is not None
-    engine._store.recurrent_state[sick.slot, 0, 0, 0, 0] = float("nan")
+    engine._backend.store.recurrent_state[sick.slot, 0, 0, 0, 0] = float("nan")
     committed = list(sick.tokens)
     results = engine.run_pass([PassItem(s, Topology.root_only(), (), VOCAB) for s in (sick, well)])
     assert isinstance(results[0].error, InternalError)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.verifier_service.config import SHIPPED_TARGET
-from specla.verifier_service.engine import CHAIN_ROWS
+from specla.verifier_service.cpu_backend import CpuBackend
 from specla.verifier_service.passes import PassItem
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_same_bits_through_any_drafts(text: str, sampling: SamplingParams) -> No
 def test_logits_against_float64(numerics: str) -> None:
     engine = engine_of(SHIPPED_TARGET, numerics)
     prompt = Tokenizer.from_file(str(SHIPPED_TARGET / "tokenizer.json")).encode(" ".join(TEXTS * 2)).ids
-    assert len(prompt) > 2 * CHAIN_ROWS, "long enough for the chunked form"
+    assert len(prompt) > 2 * CpuBackend.chain_rows, "long enough for the chunked form"
     candidates, parents = prompt[:6], [-1, -1, 0, 1, 2, 2]
     vocab = engine.target.weights.config.vocab_size
     session = open_ready(engine, prompt)

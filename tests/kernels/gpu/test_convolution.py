@@ -197,6 +197,19 @@ def test_gates_at_their_ends(device):
     torch.testing.assert_close(out.beta.double().cpu(), beta, rtol=2e-6, atol=1e-30)
 
 
+def test_rows_of_a_merged_projection_may_stand_apart(device):
+    layer = Layer(1, 2, 16, 16, 4, torch.bfloat16, device)
+    bucket = Bucket(sessions=2, rows=9, tree_rows=5)
+    sessions = sessions_of(layer, (5, 3), (0, 2))
+    merged = layer.random(9, layer.channels + 8 + 16, dtype=torch.bfloat16)
+    x, a, b = merged[:, : layer.channels], merged[:, layer.channels :][:, :2], merged[:, layer.channels :][:, 2:4]
+    pools = [layer.poisoned_pool() for _ in range(2)]
+    apart = layer.run(bucket, sessions, x, a, b, pools[0])
+    together = layer.run(bucket, sessions, x.contiguous(), a.contiguous(), b.contiguous(), pools[1])
+    for found, wanted in zip((*apart, *pools[0]), (*together, *pools[1]), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_what_does_not_fit_is_refused(device):
     layer = Layer(1, 1, 16, 16, 4, torch.float32, device)
     batch = PassBatch(Bucket(sessions=1, rows=2, tree_rows=2), device)
@@ -213,6 +226,10 @@ def test_what_does_not_fit_is_refused(device):
         call(x=layer.random(2, 96)[:, ::2])
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         call(x=layer.random(97)[1:].view(2, 48))
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        call(x=layer.random(2, 49)[:, :48])
+    with pytest.raises(ValueError, match="rows of a and b stand 3 and 1 apart"):
+        call(a=layer.random(2, 3)[:, :1])
     with pytest.raises(ValueError, match=r"a is torch.float64 .* give torch.float32"):
         call(a=ab.double())
     with pytest.raises(ValueError, match=r"weight is .* give torch.float32 \[4, 48\]"):

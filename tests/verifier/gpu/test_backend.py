@@ -1,0 +1,105 @@
+"""An engine on the GPU's passes: the same text with and without drafts, and that of the CPU's passes."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tree_cases import random_tree
+
+from specla.kernels.gpu.selector import Selector
+from specla.kernels.sampling_params import SamplingParams
+from specla.kernels.topology import Topology
+from specla.verifier_service.acceptance import FinishReason, Stopping
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.features import FeatureWindow
+from specla.verifier_service.gpu.backend import GpuBackend
+from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.passes import PassItem
+from specla.verifier_service.session import Session
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
+from specla.verifier_service.targets.weights import load_checkpoint
+
+PROMPT = [5, 9, 250, 17]
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(seed=7, temperature=0.9, top_p=0.95, repetition_penalty=1.2, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_target: Path) -> tuple[Engine, Engine]:
+    """On the CPU's passes and on the GPU's, which run in the interpreter where there is no GPU."""
+    config = VerifierConfig(target=tiny_target, numerics="exact", max_sessions=2, max_rows=8)
+    model = GatedDeltaNetConfig.from_folder(tiny_target)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = GpuWeights.load(model, load_checkpoint(tiny_target, model).tensors, torch.float32, device)
+    backend = GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=2, max_rows=8)
+    return Engine(config), Engine(config, backend)
+
+
+def open_session(
+    engine: Engine, sampling: SamplingParams, keep: FeatureWindow | None = None, resumed: Sequence[int] = ()
+) -> Session:
+    session = engine.open(b"", PROMPT, resumed, sampling, Stopping(max_tokens=6), keep)
+    while not engine.prefill(session, 64):
+        pass
+    return session
+
+
+def plain(engine: Engine, sampling: SamplingParams) -> tuple[list[int], list[object]]:
+    session, logprobs = open_session(engine, sampling), []
+    while session.finish is None:
+        (result,) = engine.run_pass([PassItem(session, Topology.root_only())])
+        assert result.error is None
+        logprobs += result.logprobs or ()
+    assert session.finish.reason in (FinishReason.LENGTH, FinishReason.EOS)
+    engine.release(session)
+    return session.tokens[len(PROMPT) :], logprobs
+
+
+def drafted(engine: Engine, sampling: SamplingParams, text: Sequence[int]) -> tuple[list[int], int]:
+    """With trees that hold some of what follows, and much that does not; the passes that it took."""
+    rng, session, passes = random.Random(1), open_session(engine, sampling), 0
+    while session.finish is None:
+        tree = random_tree(rng, 6)
+        done = session.completion_len
+        tokens = [
+            text[done + depth - 1] if done + depth <= len(text) and rng.random() < 0.7 else rng.randrange(320)
+            for depth in tree.depth.tolist()[1:]
+        ]
+        (result,) = engine.run_pass([PassItem(session, tree, tokens)])
+        assert result.error is None
+        passes += 1
+    engine.release(session)
+    return session.tokens[len(PROMPT) :], passes
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_drafts_change_no_text_and_devices_agree(engines: tuple[Engine, Engine], sampling: SamplingParams) -> None:
+    cpu, gpu = engines
+    text, logprobs = plain(gpu, sampling)
+    assert text == plain(cpu, sampling)[0]
+    assert len(logprobs) == (len(text) if sampling.top_logprobs is not None else 0)
+    again, passes = drafted(gpu, sampling, text)
+    assert again == text
+    assert passes < len(text)
+
+
+def test_sessions_beside_each_other_and_features(engines: tuple[Engine, Engine]) -> None:
+    """Two sessions in one pass, one of them with a history of its own; the hidden states are the CPU's."""
+    keep = FeatureWindow((0, -1), 16)
+    found = []
+    for engine in engines:
+        first, second = open_session(engine, GREEDY, keep), open_session(engine, GREEDY, resumed=[3, 4])
+        for _ in range(2):
+            items = [PassItem(first, Topology.from_wire([-1, 0]), [1, 2]), PassItem(second, Topology.root_only())]
+            results = engine.run_pass(items)
+            assert all(result.error is None for result in results)
+        features = engine.features(first, 0, 64)
+        found.append((first.tokens, second.tokens, features))
+        for session in (first, second):
+            engine.release(session)
+    assert found[0][:2] == found[1][:2]
+    torch.testing.assert_close(found[1][2].values, found[0][2].values, rtol=2e-3, atol=2e-4)
+    assert found[0][2].from_position == found[1][2].from_position

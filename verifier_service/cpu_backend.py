@@ -1,0 +1,140 @@
+"""A target on CPUs: `tree_pass` over stored states, whose changes wait until a session runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specla.kernels.sampling import RowSampling, Sampled, sample
+from specla.kernels.tree import TreeBatch
+from specla.verifier_service.features import FINAL_NORM
+from specla.verifier_service.state import PendingPath, StateStore
+from specla.verifier_service.targets.gated_deltanet import PassFactors, TargetWeights, TreePass, prefill_chunk
+from specla.verifier_service.targets.tree_pass import tree_pass
+
+
+class CpuBackend:
+    """See `Backend`."""
+
+    chain_rows = 32  # up to here a chain beats the chunked form
+
+    def __init__(self, weights: TargetWeights, store: StateStore) -> None:
+        """For prepared weights and the sessions' states."""
+        self.weights, self.store = weights, store
+        self.scratch_slot = store.scratch_slot
+        self._pending: dict[int, PendingPath] = {}
+        self._last_factors: PassFactors | None = None
+
+    @property
+    def free_slots(self) -> int:
+        """How many sessions could still be opened."""
+        return self.store.free_slots
+
+    def acquire(self) -> int:
+        """Take a slot."""
+        return self.store.acquire()
+
+    def clear(self, slot: int) -> None:
+        """Set a slot to an empty text."""
+        self._pending.pop(slot, None)
+        self.store.clear(slot)
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        self._pending.pop(slot, None)
+        self.store.release(slot)
+
+    def run(
+        self,
+        slots: Sequence[int],
+        batch: TreeBatch,
+        row_tokens: Sequence[int],
+        sampling: RowSampling | None,
+        layers: Sequence[int] = (),
+    ) -> CpuPassRows:
+        """Commit what these slots wait for, then run the rows."""
+        self._commit(slots)
+        want_logits = sampling is not None or FINAL_NORM in layers
+        store = self.store
+        out = tree_pass(
+            self.weights,
+            torch.tensor(row_tokens),
+            batch,
+            store.recurrent_state,
+            store.conv_state,
+            slots,
+            want_logits,
+        )
+        self._last_factors = out.factors
+        return CpuPassRows(self, slots, batch, out, sampling)
+
+    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
+        """In the chunked form, which advances the stored state itself."""
+        assert slot not in self._pending, "a chunk must follow what is stored"
+        hidden = prefill_chunk(
+            self.weights,
+            torch.tensor(tokens),
+            self.store.recurrent_state[slot],
+            self.store.conv_state[slot],
+            want_final_norm=FINAL_NORM in layers,
+        )
+        return [hidden[layer] for layer in layers]
+
+    def wait(self, slot: int, factors: PassFactors, rows: tuple[int, ...]) -> None:
+        """Note an accepted path, to be applied when the slot runs again."""
+        self._pending[slot] = PendingPath(factors, rows)
+
+    def _commit(self, slots: Sequence[int]) -> None:
+        """Apply the pending paths of slots that run now, and those older than the last pass, so that the factors of
+        two passes are kept at most."""
+        stale = [slot for slot, path in self._pending.items() if path.factors is not self._last_factors]
+        groups: dict[int, list[int]] = {}
+        for slot in dict.fromkeys([*slots, *stale]):
+            if slot in self._pending:
+                groups.setdefault(id(self._pending[slot].factors), []).append(slot)
+        for due in groups.values():
+            self.store.apply(due, [self._pending.pop(slot) for slot in due])
+
+
+class CpuPassRows:
+    """See `PassRows`."""
+
+    def __init__(
+        self,
+        backend: CpuBackend,
+        slots: Sequence[int],
+        batch: TreeBatch,
+        out: TreePass,
+        sampling: RowSampling | None,
+    ) -> None:
+        """Samples at once."""
+        self._backend, self._slots, self._batch, self._out = backend, slots, batch, out
+        self._sampled: Sampled | None = None
+        if sampling is not None:
+            assert out.logits is not None
+            self._sampled = sample(out.logits, sampling)
+
+    @property
+    def sampled(self) -> Sampled:
+        """The tokens that the rows sampled."""
+        assert self._sampled is not None, "the pass was run without sampling"
+        return self._sampled
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """A row's logits."""
+        assert self._out.logits is not None
+        values: NDArray[np.float32] = self._out.logits[row].numpy()
+        return values
+
+    def hidden(self, layer: int, rows: Sequence[int]) -> Tensor:
+        """The stream after a layer."""
+        return self._out.hidden[layer].index_select(0, torch.tensor(rows))
+
+    def take(self, index: int, rows: Sequence[int]) -> None:
+        """Note the path; it is applied when the session runs again."""
+        offset = self._batch.offsets[index]
+        self._backend.wait(self._slots[index], self._out.factors, tuple(offset + row for row in rows))

@@ -1,0 +1,107 @@
+"""The sessions' memory on a GPU: states, pools of factor rows, and which rows of each pool are in use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specla.kernels.gpu.commit import flush
+from specla.kernels.gpu.factor_pool import FactorPool, PoolRows
+from specla.rpc.errors import CapacityError
+from specla.verifier_service.state import RETRY_AFTER_S
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
+
+_ALIGNED = 4  # rows of a pool, so that every layer's begin at a multiple of 16 bytes
+
+
+class GpuStore:
+    """States and factor pools of all slots; the only owner of the free list.
+
+    A slot's text so far is its state with the pending rows of its pool applied; the last rows of the convolution's
+    inputs are named by its history. A pass writes rows that are free, `accept` then says which of them count.
+
+    Attributes:
+        states: float32 [L, slots, HV, K, V].
+        pools: of all layers, [L, slots, F, ...].
+        rows: the host's side of each slot's pool.
+        scratch_slot: one more slot, which belongs to the engine's own measurements.
+    """
+
+    def __init__(
+        self,
+        config: GatedDeltaNetConfig,
+        slots: int,
+        max_rows: int,
+        most_pending: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Room for `slots` sessions and the scratch slot.
+
+        Args:
+            config: the model's shape.
+            slots: sessions at once.
+            max_rows: rows of one session in one pass.
+            most_pending: accepted rows that may wait for the state to be written.
+            dtype: the model's.
+            device: where.
+        """
+        layers, taps = config.num_hidden_layers, config.conv_size
+        sizes = (config.value_heads, config.head_dim, config.head_v_dim)
+        self.states = torch.zeros(layers, slots + 1, *sizes, device=device)
+        factors = -(-(max_rows + most_pending + taps - 1) // _ALIGNED) * _ALIGNED
+        flat = FactorPool.empty(layers * (slots + 1), factors, config.num_heads, *sizes, dtype, device)
+        self.pools = FactorPool(*(x.view(layers, slots + 1, *x.shape[1:]) for x in flat))
+        self.most_pending, self.scratch_slot = most_pending, slots
+        self._factors, self._taps = factors, taps
+        self.rows = [PoolRows(factors, taps) for _ in range(slots + 1)]
+        self._free = list(range(slots - 1, -1, -1))  # the lowest is taken first
+
+    @property
+    def free_slots(self) -> int:
+        """How many sessions could still be opened."""
+        return len(self._free)
+
+    def layer(self, index: int) -> tuple[Tensor, FactorPool]:
+        """One layer's states [slots, HV, K, V] and pools [slots, F, ...]."""
+        return self.states[index], FactorPool(*(x[index] for x in self.pools))
+
+    def acquire(self) -> int:
+        """Take a slot; its state is that of an empty text.
+
+        Raises:
+            CapacityError: no slot is free.
+        """
+        if not self._free:
+            raise CapacityError(
+                "all slots are taken", retry_after_s=RETRY_AFTER_S, hint="Try again, or raise max_sessions"
+            )
+        slot = self._free.pop()
+        self.clear(slot)
+        return slot
+
+    def clear(self, slot: int) -> None:
+        """Set a slot to an empty text."""
+        self.states[:, slot].zero_()
+        self.rows[slot] = PoolRows(self._factors, self._taps)
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        assert slot not in self._free, f"slot {slot} freed twice"
+        self._free.append(slot)
+        self._free.sort(reverse=True)
+
+    def write_states(self, slots: list[int]) -> None:
+        """Apply what is pending to the stored states, all layers at once: before a session sits out or is saved."""
+        due = [slot for slot in slots if self.rows[slot].pending]
+        if not due:
+            return
+        width = max(len(self.rows[slot].pending) for slot in due)
+        padded = [[*self.rows[s].pending, *[0] * (width - len(self.rows[s].pending))] for s in due]
+        lengths = [len(self.rows[slot].pending) for slot in due]
+        slot, pending, counts = (
+            torch.tensor(x, dtype=torch.int32, device=self.states.device) for x in (due, padded, lengths)
+        )
+        flush(self.states, self.pools, slot, pending, counts)
+        for index in due:
+            self.rows[index].flushed()
