@@ -20,8 +20,39 @@ class PendingPath:
     rows: tuple[int, ...]
 
 
+class Slots:
+    """Which places for sessions are free; the only owner of the list."""
+
+    def __init__(self, count: int) -> None:
+        """All of them."""
+        self._free = list(range(count - 1, -1, -1))  # the lowest is taken first
+
+    @property
+    def free(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest that is free.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        if not self._free:
+            raise CapacityError(
+                "all slots are taken", retry_after_s=RETRY_AFTER_S, hint="Try again, or raise max_sessions"
+            )
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """It is free again."""
+        assert slot not in self._free, f"slot {slot} freed twice"
+        self._free.append(slot)
+        self._free.sort(reverse=True)
+
+
 class StateStore:
-    """The states of all slots; the only owner of the free list.
+    """The states of all slots.
 
     Attributes:
         recurrent_state: float32 [slots, L, HV, K, V].
@@ -36,12 +67,12 @@ class StateStore:
         )
         self.conv_state = torch.zeros(slots + 1, config.conv_size - 1, layers, config.conv_dim, dtype=torch.float32)
         self.scratch_slot = slots
-        self._free = list(range(slots - 1, -1, -1))  # the lowest is taken first
+        self._slots = Slots(slots)
 
     @property
     def free_slots(self) -> int:
         """How many sessions could still be opened."""
-        return len(self._free)
+        return self._slots.free
 
     def acquire(self) -> int:
         """Take a slot; its state is that of an empty text.
@@ -49,11 +80,7 @@ class StateStore:
         Raises:
             CapacityError: no slot is free.
         """
-        if not self._free:
-            raise CapacityError(
-                "all slots are taken", retry_after_s=RETRY_AFTER_S, hint="Try again, or raise max_sessions"
-            )
-        slot = self._free.pop()
+        slot = self._slots.take()
         self.clear(slot)
         return slot
 
@@ -64,9 +91,7 @@ class StateStore:
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
-        assert slot not in self._free, f"slot {slot} freed twice"
-        self._free.append(slot)
-        self._free.sort(reverse=True)
+        self._slots.give_back(slot)
 
     def apply(self, slots: Sequence[int], pending: Sequence[PendingPath]) -> None:
         """Bring slots up to date with accepted paths of one pass."""

@@ -57,7 +57,7 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
             continue
         with clock.stage(place.name):
             times = _times(place, prepared.left_out, plan.device)
-        measured.append(_fitted(place, times))
+        measured.append(fitted(place, times))
         for row in _rows(place, times, measured[-1]):
             made.report.rows.append(row)
             for mode in MODES:
@@ -82,12 +82,12 @@ def _times(place: Place, left_out: set[Kernel], where: str) -> Times:
     return found
 
 
-def _fitted(place: Place, times: Times) -> Measured:
+def fitted(place: Place, times: Times) -> Measured:
     """The selector's place: each choice fitted over all trees."""
     trees = place.topologies
     choices = next(iter(times.values()))
     costs = [fit(choice, [(trees[name], us[choice]) for name, us in times.items()]) for choice in choices]
-    return Measured(_layer(place), place.sessions, place.rows, tuple(costs))
+    return Measured(layer_of(place), place.sessions, place.rows, tuple(costs))
 
 
 def _rows(place: Place, times: Times, measured: Measured) -> list[Row]:
@@ -98,13 +98,14 @@ def _rows(place: Place, times: Times, measured: Measured) -> list[Row]:
         us, case = times[name], f"{place.name}, {name}"
         found += [Row.of(case, name_of(choice), [time], "us") for choice, time in us.items()]
         for mode in MODES:
-            chosen = selector.choose(mode, _layer(place), [topology] * place.sessions)
+            chosen = selector.choose(mode, layer_of(place), [topology] * place.sessions)
             best = min(time for choice, time in us.items() if mode == "fast" or choice.is_exact)
             found.append(Row.of(case, OVER_BEST[mode], [us[chosen] / best], "x"))
     return found
 
 
-def _layer(place: Place) -> LayerShape:
+def layer_of(place: Place) -> LayerShape:
+    """The shape that a table knows a place by."""
     return LayerShape(place.shape.key_width, place.shape.value_width, place.shape.value_heads)
 
 

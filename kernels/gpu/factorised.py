@@ -24,6 +24,7 @@ the usual widths two others are much quicker: held.py, and for several sessions 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.held import HeldTile, launch_held
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
-from specla.kernels.gpu.serial import check_layer
+from specla.kernels.gpu.serial import check_layer, layer_sizes
 from specla.kernels.gpu.serial_split import WIDTHS
 from specla.kernels.gpu.streamed import StreamedTile
 
@@ -391,48 +392,28 @@ def verify_factorised(
     if reason:
         raise ValueError(f"{tile} for {bucket}, {key_width} x {value_width}, {rows.k.dtype}: {reason}")
     overlap = overlap and not triton.knobs.runtime.interpret
+    tensors = (
+        *(*rows, state, pool.k, pool.u, pool.g, o, batch.slot, batch.row_start, batch.pending_len, batch.write_state),
+        *(batch.pending, batch.pool_row, batch.depth, batch.ancestors),
+    )
+    sizes = layer_sizes(state, pool, batch)
     if isinstance(tile, HeldTile):
-        launch_held(rows, state, pool, batch, o, tile, overlap)
+        launch_held(tensors, sizes, bucket, tile, overlap)
     elif isinstance(tile, StreamedTile):
-        streamed.launch_streamed(rows, state, pool, batch, o, tile, overlap)
+        streamed.launch_streamed(tensors, sizes, bucket, tile, overlap)
     else:
-        _launch_factorised(rows, state, pool, batch, o, tile, overlap)
+        _launch_factorised(tensors, sizes, bucket, tile, overlap)
 
 
 def _launch_factorised(
-    rows: LayerRows,
-    state: Tensor,
-    pool: FactorPool,
-    batch: PassBatch,
-    o: Tensor,
-    tile: FactorisedTile,
-    overlap: bool,
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: FactorisedTile, overlap: bool
 ) -> None:
-    bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
-    block_k = triton.next_power_of_2(key_width)
-    verify_factorised_kernel[(triton.cdiv(value_width, tile.block_v), value_heads, bucket.sessions)](
-        *rows,
-        state,
-        pool.k,
-        pool.u,
-        pool.g,
-        o,
-        batch.slot,
-        batch.row_start,
-        batch.pending_len,
-        batch.write_state,
-        batch.pending,
-        batch.pool_row,
-        batch.depth,
-        batch.ancestors,
-        POOL=pool.k.shape[1],
-        PENDING=bucket.pending,
+    block_k = triton.next_power_of_2(sizes["K"])
+    verify_factorised_kernel[(triton.cdiv(sizes["V"], tile.block_v), sizes["HV"], bucket.sessions)](
+        *tensors,
+        **sizes,
         WORDS=bucket.words,
         BLOCKS=triton.cdiv(bucket.tree_rows, tile.block_n),
-        H=rows.k.shape[1],
-        HV=value_heads,
-        K=key_width,
-        V=value_width,
         BK=block_k,
         BKP=min(tile.part_k, block_k),
         BV=tile.block_v,

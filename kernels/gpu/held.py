@@ -13,6 +13,7 @@ still runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import triton
@@ -24,10 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.commit import AT_ONCE
-from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.layouts import UNITS, as_left, as_right, halves, path_units
-from specla.kernels.gpu.pass_batch import PassBatch
+from specla.kernels.gpu.layouts import UNITS, as_left, as_right, dot, halves, path_units
+from specla.kernels.gpu.pass_batch import Bucket
+from specla.kernels.gpu.tile_commit import committed
 
 
 class HeldTile(NamedTuple):
@@ -38,40 +38,31 @@ class HeldTile(NamedTuple):
 
 
 @gluon.jit
-def by_product(x, W: gl.constexpr, KP: gl.constexpr):
+def _by_product(x, W: gl.constexpr, KP: gl.constexpr):
     """q or k [W, 16, KP] with its keys in the order in which products take S^T."""
     x = gl.permute(gl.reshape(x, [W, 16, 4, KP // 8, 2]), (0, 1, 3, 2, 4))
     return gl.reshape(x, [W, 16, KP])
 
 
 @gluon.jit
-def state_by_product(s, W: gl.constexpr, KP: gl.constexpr):
+def _state_by_product(s, W: gl.constexpr, KP: gl.constexpr):
     """S [W, KP, 16] as S^T [W, 16, KP]."""
     s = gl.permute(gl.reshape(s, [W, 4, KP // 8, 2, 8, 2]), (0, 5, 4, 2, 1, 3))
     return gl.reshape(s, [W, 16, KP])
 
 
 @gluon.jit
-def columns_first(x, W: gl.constexpr):
+def _columns_first(x, W: gl.constexpr):
     """v [W, rows, columns] as [W, columns, rows], a product's result."""
     x = gl.permute(gl.reshape(x, [W, 16, 8, 2]), (0, 3, 2, 1))
     return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.products(W), assert_trivial=True)
 
 
 @gluon.jit
-def rows_first(x, W: gl.constexpr):
+def _rows_first(x, W: gl.constexpr):
     """A product's result [W, columns, rows] as [W, rows, columns]."""
     x = gl.permute(gl.reshape(x, [W, 2, 8, 16]), (0, 3, 2, 1))
     return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.values(W), assert_trivial=True)
-
-
-@gluon.jit
-def dot(a, b_hi, b_lo, acc, W: gl.constexpr):
-    """acc + a b of float32, in bfloat16 halves."""
-    P: gl.constexpr = layouts.products(W)
-    a_hi, a_lo = halves(a)
-    a_hi, a_lo = as_left(a_hi, P), as_left(a_lo, P)
-    return mma_v2(a_hi, b_hi, mma_v2(a_hi, b_lo, mma_v2(a_lo, b_hi, acc)))
 
 
 @gluon.jit
@@ -82,14 +73,14 @@ def _right_halves(x, W: gl.constexpr):
 
 
 @gluon.jit
-def pieces(x, W: gl.constexpr):
+def _pieces(x, W: gl.constexpr):
     """A product's result [W, 16, 16] as [W, 2, 32, 4]: 16 bytes a lane, twice."""
     x = gl.permute(gl.reshape(x, [W, 2, 8, 2, 4, 2]), (0, 1, 2, 4, 3, 5))
     return gl.reshape(x, [W, 2, 32, 4])
 
 
 @gluon.jit
-def whole(x, W: gl.constexpr):
+def _whole(x, W: gl.constexpr):
     """[2, 32, 4], known to all warps, as a product's result [W, 16, 16]."""
     P: gl.constexpr = layouts.products(W)
     x = gl.permute(gl.reshape(x, [2, 8, 4, 2, 2]), (0, 1, 3, 2, 4))
@@ -106,24 +97,24 @@ def _over_warps(x, at_parts, at_sums, W: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def sum_two(a, b, at_parts, at_sums, W: gl.constexpr):
+def _sum_two(a, b, at_parts, at_sums, W: gl.constexpr):
     """Two products' results summed over warps."""
-    x = gl.permute(gl.join(pieces(a, W), pieces(b, W)), (0, 4, 1, 2, 3))
+    x = gl.permute(gl.join(_pieces(a, W), _pieces(b, W)), (0, 4, 1, 2, 3))
     x = _over_warps(gl.reshape(x, [W, 4, 32, 4]), at_parts, at_sums, W, 4)
     a, b = gl.split(gl.permute(gl.reshape(x, [2, 2, 32, 4]), (1, 2, 3, 0)))
-    return whole(a, W), whole(b, W)
+    return _whole(a, W), _whole(b, W)
 
 
 @gluon.jit
 def _sum_four(a, b, c, d, at_parts, at_sums, W: gl.constexpr):
     """Four products' results summed over warps."""
-    x = gl.join(gl.join(pieces(a, W), pieces(b, W)), gl.join(pieces(c, W), pieces(d, W)))
+    x = gl.join(gl.join(_pieces(a, W), _pieces(b, W)), gl.join(_pieces(c, W), _pieces(d, W)))
     x = gl.reshape(gl.permute(x, (0, 4, 5, 1, 2, 3)), [W, 8, 32, 4])
     x = _over_warps(x, at_parts, at_sums, W, 8)
     ab, cd = gl.split(gl.permute(gl.reshape(x, [2, 2, 2, 32, 4]), (2, 3, 4, 0, 1)))
     a, b = gl.split(ab)
     c, d = gl.split(cd)
-    return whole(a, W), whole(b, W), whole(c, W), whole(d, W)
+    return _whole(a, W), _whole(b, W), _whole(c, W), _whole(d, W)
 
 
 @gluon.jit
@@ -138,41 +129,6 @@ def _decay(above, sums_i, sums_j, W: gl.constexpr):
     between = (gl.expand_dims(sums_i, 1) - gl.expand_dims(sums_j, 0)).to(gl.float32) * (1.0 / UNITS)
     decay = gl.exp(gl.where(above != 0, between, -float("inf")))
     return gl.expand_dims(decay, 0) + gl.zeros([W, 16, 16], gl.float32, layouts.products(W))
-
-
-@gluon.jit
-def committed(
-    s,
-    p_pending,
-    n_pending,
-    p_pool_k,
-    p_pool_u,
-    p_pool_g,
-    o_k,
-    o_v,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-):
-    """The tile [W, KP, columns] after n_pending factors: the steps of `commit.apply_pending`, bit for bit."""
-    for first in range(0, n_pending, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            used = first + i < n_pending
-            row = gl.load(p_pending + first + i, mask=used, other=0)
-            k = gl.load(p_pool_k + row * (H * K) + o_k, mask=used, other=0.0).to(gl.float32)
-            u = gl.load(p_pool_u + row * (HV * V) + o_v, mask=used, other=0.0)
-            g = gl.load(p_pool_g + row * HV, mask=used, other=0.0)
-            s = outer_step(s, gl.exp(g), k, u)
-    return s
-
-
-@gluon.jit
-def outer_step(s, alpha, k, u):
-    """The tile s [W, KP, columns] after one token: fma(k, u, alpha s), as `commit.outer_step`."""
-    k, u = gl.expand_dims(k, 2), gl.expand_dims(u, 1)
-    return gl.fma(gl.broadcast(k, s)[0], gl.broadcast(u, s)[0], s * alpha)
 
 
 @gluon.jit
@@ -253,7 +209,7 @@ def verify_held_kernel(
     if (n_pending > 0) & (write_state != 0):
         gl.store(p_state + o_s, s)
     s_hi, s_lo = halves(s)
-    s_hi, s_lo = as_left(state_by_product(s_hi, W, KP), P), as_left(state_by_product(s_lo, W, KP), P)
+    s_hi, s_lo = as_left(_state_by_product(s_hi, W, KP), P), as_left(_state_by_product(s_lo, W, KP), P)
 
     i_row, i_col = gl.arange(0, 16, layout=ROW), gl.arange(0, 16, layout=COL)
     below = gl.expand_dims(i_row, 1) > gl.expand_dims(i_col, 0)
@@ -312,7 +268,7 @@ def verify_held_kernel(
         rounds = gl.max(depth, 0) - gl.min(gl.where(i_row < left, depth, 1 << 20), 0)
 
         zero = gl.zeros([W, 16, 16], gl.float32, P)
-        k_i, q_i = by_product(k_i, W, KP), by_product(q_i, W, KP)
+        k_i, q_i = _by_product(k_i, W, KP), _by_product(q_i, W, KP)
         k_left, k_right, q_left, q_right = as_left(k_i, P), as_right(k_i, P), as_left(q_i, P), as_right(q_i, P)
         k_k = mma_v2(k_left, k_right, zero)
         q_k = mma_v2(q_left, k_right, zero)
@@ -323,62 +279,43 @@ def verify_held_kernel(
         beta_below = gl.expand_dims(gl.where(below, gl.expand_dims(beta_row, 1), 0.0), 0)
         system_hi, system_lo = _right_halves(-(decay * beta_below) * k_k, W)
         scores_hi, scores_lo = _right_halves(decay * q_k, W)
-        wanted = columns_first(v_i, W) - from_root * s_k
+        wanted = _columns_first(v_i, W) - from_root * s_k
         o = from_root * s_q
         if BLOCKS > 1:
             for j_n in range(0, i_n):
                 k_j = gl.load(p_k + j_n * (16 * H * K) + o_key)
                 word_j = gl.load(p_ancestors + (first + i_row) * WORDS + j_n // 2, mask=i_row < left, other=0)
-                j_right = as_right(by_product(k_j, W, KP), P)
+                j_right = as_right(_by_product(k_j, W, KP), P)
                 k_j_k, q_j_k = mma_v2(k_left, j_right, zero), mma_v2(q_left, j_right, zero)
                 if W > 1:
-                    k_j_k, q_j_k = sum_two(k_j_k, q_j_k, at_parts_2, at_sums_2, W)
+                    k_j_k, q_j_k = _sum_two(k_j_k, q_j_k, at_parts_2, at_sums_2, W)
                 decay_j = _decay(_bits(word_j, j_n % 2 * 16, i_col), paths, at_paths.index(j_n).load(COL), W)
                 u_j = at_u.index(j_n).load(P)
                 hi, lo = _right_halves(-decay_j * k_j_k, W)
-                wanted = dot(u_j, hi, lo, wanted, W)
+                wanted = dot(u_j, hi, lo, wanted, P)
                 hi, lo = _right_halves(decay_j * q_j_k, W)
-                o = dot(u_j, hi, lo, o, W)
+                o = dot(u_j, hi, lo, o, P)
         target = gl.expand_dims(gl.expand_dims(beta_col, 0), 0) * wanted
         u = target
         for _ in range(rounds):
-            u = dot(u, system_hi, system_lo, target, W)
-        o = dot(u, scores_hi, scores_lo, o, W)
+            u = dot(u, system_hi, system_lo, target, P)
+        o = dot(u, scores_hi, scores_lo, o, P)
         if BLOCKS > 1:
             at_u.index(i_n).store(u)
         m_out = (i_v_row < left) & mine
-        gl.store(p_pool_u + pool_row * (HV * V) + v_col, rows_first(u, W), mask=m_out)
-        gl.store(p_o + first * (HV * V) + o_val, rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
+        gl.store(p_pool_u + pool_row * (HV * V) + v_col, _rows_first(u, W), mask=m_out)
+        gl.store(p_o + first * (HV * V) + o_val, _rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
 
 
 def launch_held(
-    rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor, tile: HeldTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: HeldTile, overlap: bool
 ) -> None:
-    """`factorised.verify_factorised` by this kernel; the arguments are checked there."""
-    _, value_heads, key_width, value_width = state.shape
-    verify_held_kernel[(value_width // 16, value_heads, batch.bucket.sessions)](
-        *rows,
-        state,
-        pool.k,
-        pool.u,
-        pool.g,
-        o,
-        batch.slot,
-        batch.row_start,
-        batch.pending_len,
-        batch.write_state,
-        batch.pending,
-        batch.pool_row,
-        batch.depth,
-        batch.ancestors,
-        POOL=pool.k.shape[1],
-        PENDING=batch.bucket.pending,
-        WORDS=batch.bucket.words,
-        BLOCKS=triton.cdiv(batch.bucket.tree_rows, 16),
-        H=rows.k.shape[1],
-        HV=value_heads,
-        K=key_width,
-        V=value_width,
+    """`factorised.verify_factorised` by this kernel; the arguments are checked and laid out there."""
+    verify_held_kernel[(sizes["V"] // 16, sizes["HV"], bucket.sessions)](
+        *tensors,
+        **sizes,
+        WORDS=bucket.words,
+        BLOCKS=triton.cdiv(bucket.tree_rows, 16),
         W=tile.warps,
         AT_ONCE=AT_ONCE,
         OVERLAP=overlap,

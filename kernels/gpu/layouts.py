@@ -15,6 +15,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.runtime.jit import constexpr_function
 
 LOWEST = gl.constexpr(-40.0)
@@ -111,6 +112,14 @@ def halves(x):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def dot(a, b_hi, b_lo, acc, PRODUCTS: gl.constexpr):
+    """acc + a b of float32, as products of bfloat16 halves; b is split already."""
+    a_hi, a_lo = halves(a)
+    a_hi, a_lo = as_left(a_hi, PRODUCTS), as_left(a_lo, PRODUCTS)
+    return mma_v2(a_hi, b_hi, mma_v2(a_hi, b_lo, mma_v2(a_lo, b_hi, acc)))
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a pass: residual and norm, gated norm, SwiGLU. One launch each.
+"""What lies between the matrix products of a pass: residual and norm, gated norm. One launch each.
 
 A program has one row (or a block of its heads), so a row's bits depend on the row alone. Everything is computed in
 float32 and rounded to the model's dtype when stored. How many rows count is read on the device; places beyond them are
@@ -27,7 +27,6 @@ MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED = 16  # bytes, as in convolution.py
 _NORM_WARPS = 8
 _GATED_ELEMENTS = 2048  # of a program's heads
-_SWIGLU_COLUMNS = 1024  # a program; 8 a thread
 
 
 @triton.jit
@@ -99,25 +98,6 @@ def gated_norm_kernel(
             if not SIGMOID:
                 y = y * gate
         tl.store(p_out + o_row + o_value, y.to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def swiglu_kernel(
-    p_gate_up, p_out, p_rows,
-    M: tl.constexpr, BM: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Grid (R, blocks of columns)."""
-    i_row = tl.program_id(0)
-    n = _begin(p_rows, OVERLAP, EARLY)
-    o_m = tl.program_id(1) * BM + tl.arange(0, BM)
-    mask = o_m < M
-    _wait(OVERLAP, EARLY)
-    if i_row < n:
-        p_row = p_gate_up + i_row.to(tl.int64) * (2 * M)
-        gate = tl.load(p_row + o_m, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(p_row + M + o_m, mask=mask, other=0.0).to(tl.float32)
-        y = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(p_out + i_row.to(tl.int64) * M + o_m, y.to(p_out.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm(
@@ -211,31 +191,6 @@ def gated_norm(
         o, o if gate is None else gate, weight, out, rows, 0 if gate is None else gate.stride(0), eps,
         HV=heads, V=width, HEADS=block, BV=columns, GATED=gate is not None, SIGMOID=activation == "sigmoid",
         OVERLAP=overlap, EARLY=admit == "start", num_warps=_NORM_WARPS, launch_pdl=overlap,
-    )  # fmt: skip
-
-
-def swiglu(gate_up: Tensor, out: Tensor, rows: Tensor, *, overlap: bool = False, admit: Admit = "waited") -> None:
-    """out = silu(gate) up.
-
-    Args:
-        gate_up: model dtype or float32 [R, 2 M], the gates of all channels, then what they gate.
-        out: model dtype [R, M].
-        rows, overlap, admit: as `add_rms_norm`.
-
-    Raises:
-        ValueError: shapes, dtypes, layout or device do not belong together.
-    """
-    if out.dim() != 2:
-        raise ValueError(f"out is {list(out.shape)}: give [R, M]")
-    count, width = out.shape
-    check_tensor("out", out, (count, width), MODEL_DTYPES, out.device)
-    check_tensor("gate_up", gate_up, (count, 2 * width), (torch.float32, out.dtype), out.device)
-    check_rows(rows, out.device)
-    overlap = _overlapping(overlap)
-    block = min(_SWIGLU_COLUMNS, triton.next_power_of_2(width))
-    swiglu_kernel[(count, triton.cdiv(width, block))](
-        gate_up, out, rows,
-        M=width, BM=block, OVERLAP=overlap, EARLY=admit == "start", num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
 
 

@@ -340,46 +340,34 @@ def verify_serial(
     check_places(workspace.kept, workspace.arrived, state=state)
     places = workspace.kept.shape[4]
     overlap = overlap and not triton.knobs.runtime.interpret
+    tensors = (
+        *(*rows, state, pool.k, pool.u, pool.g, o, workspace.kept, workspace.take_turn(), batch.slot, batch.row_start),
+        *(batch.pending_len, batch.write_state, batch.groups, batch.pending, batch.pool_row),
+        *(batch.schedule_len, batch.schedule),
+    )
+    sizes = layer_sizes(state, pool, batch)
+    steps = {
+        "STEPS": bucket.tree_rows,
+        "GROUPS": bucket.groups,
+        "PLACES": places,
+        "ROW_MASK": (1 << ROW_BITS) - 1,
+        "EMIT_BIT": EMIT_BIT,
+        "LEAF_BIT": LEAF_BIT,
+        "KEEP_SHIFT": KEEP_SHIFT,
+        "FETCH_SHIFT": FETCH_SHIFT,
+        "PLACE_MASK": PLACE_MASK,
+    }
     if splits(key_width, value_width):
-        launch_split(rows, state, pool, batch, o, workspace.kept, workspace.take_turn(), overlap)
+        launch_split(tensors, sizes, steps, bucket, overlap)
         return
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
-        *rows,
-        state,
-        pool.k,
-        pool.u,
-        pool.g,
-        o,
-        workspace.kept,
-        workspace.take_turn(),
-        batch.slot,
-        batch.row_start,
-        batch.pending_len,
-        batch.write_state,
-        batch.groups,
-        batch.pending,
-        batch.pool_row,
-        batch.schedule_len,
-        batch.schedule,
-        POOL=pool.k.shape[1],
-        PENDING=bucket.pending,
-        STEPS=bucket.tree_rows,
-        GROUPS=bucket.groups,
-        PLACES=places,
-        H=rows.k.shape[1],
-        HV=value_heads,
-        K=key_width,
-        V=value_width,
+        *tensors,
+        **sizes,
+        **steps,
         BK=tile.block_k,
         BV=tile.block_v,
         LANES=min(128 // tile.block_v, tile.block_k),
         AT_ONCE=AT_ONCE,
-        ROW_MASK=(1 << ROW_BITS) - 1,
-        EMIT_BIT=EMIT_BIT,
-        LEAF_BIT=LEAF_BIT,
-        KEEP_SHIFT=KEEP_SHIFT,
-        FETCH_SHIFT=FETCH_SHIFT,
-        PLACE_MASK=PLACE_MASK,
         PREFETCHED=_PREFETCHED,
         OVERLAP=overlap,
         INTERPRETED=triton.knobs.runtime.interpret,
@@ -388,6 +376,19 @@ def verify_serial(
         enable_fp_fusion=True,
         launch_pdl=overlap,
     )
+
+
+def layer_sizes(state: Tensor, pool: FactorPool, batch: PassBatch) -> dict[str, int]:
+    """What every verification kernel is compiled for, by the names of its parameters."""
+    _, value_heads, key_width, value_width = state.shape
+    return {
+        "POOL": pool.k.shape[1],
+        "PENDING": batch.bucket.pending,
+        "H": pool.k.shape[2],
+        "HV": value_heads,
+        "K": key_width,
+        "V": value_width,
+    }
 
 
 def check_layer(rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor) -> None:

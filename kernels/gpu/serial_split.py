@@ -12,6 +12,7 @@ since a warp has six scoreboards and branches that may fetch a kept state use th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +23,9 @@ from triton.runtime.jit import constexpr_function
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.commit import AT_ONCE
-from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.layouts import barrier, powers, prefetch
-from specla.kernels.gpu.pass_batch import PassBatch
-from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, ROW_BITS
+from specla.kernels.gpu.pass_batch import Bucket
+from specla.kernels.gpu.tile_commit import committed, outer_step
 
 COLUMNS = 16
 WARPS = 4
@@ -81,13 +80,6 @@ def _numbers(x, W: gl.constexpr, KP: gl.constexpr, PAIRS: gl.constexpr, S_K: gl.
         return gl.convert_layout(gl.reshape(gl.join(low, high), [W, KP]), S_K, assert_trivial=True)
     else:
         return x.to(gl.float32)
-
-
-@gluon.jit
-def _outer_step(s, alpha, k, u):
-    """The tile after one token: fma(k, u, alpha s), as `commit.outer_step`."""
-    k, u = gl.expand_dims(k, 2), gl.expand_dims(u, 1)
-    return gl.fma(gl.broadcast(k, s)[0], gl.broadcast(u, s)[0], s * alpha)
 
 
 @gluon.jit
@@ -214,14 +206,7 @@ def verify_split_kernel(
     line_row = gl.expand_dims(gl.load(p_steps + i_step) & ROW_MASK, 1)
     o_line = line_row * (H * K) + gl.expand_dims(gl.arange(0, K // 64, layout=gl.SliceLayout(0, LINES)), 0) * 64
 
-    for first in range(0, n_pending, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            used = first + i < n_pending
-            row_p = gl.load(p_pending + first + i, mask=used, other=0)
-            k_p = gl.load(p_pool_k + row_p * (H * K) + o_k, mask=used, other=0.0).to(gl.float32)
-            u_p = gl.load(p_pool_u + row_p * (HV * V) + o_v, mask=used, other=0.0)
-            g_p = gl.load(p_pool_g + row_p * HV, mask=used, other=0.0)
-            s = _outer_step(s, gl.exp(g_p), k_p, u_p)
+    s = committed(s, p_pending, n_pending, p_pool_k, p_pool_u, p_pool_g, o_k, o_v, H, HV, K, V, AT_ONCE)
     if (n_pending > 0) & (write_state != 0):
         if GROUPS == 1:
             gl.store(p_state + o_s, s)
@@ -270,7 +255,7 @@ def verify_split_kernel(
         q_k = gl.expand_dims(gl.convert_layout(q_k, gl.SliceLayout(0, S_V), assert_trivial=True), 0)
         u = beta * (v.to(gl.float32) - alpha * recalled)
         if (word >> LEAF_BIT) & 1 == 0:  # nothing goes on from a leaf's state
-            s = _outer_step(s, alpha, b_k, u)
+            s = outer_step(s, alpha, b_k, u)
         o = gl.fma(u, gl.broadcast(q_k, u)[0], gl.broadcast(alpha * y, u)[0])
         m_emit = (v_w == 0) & (((word >> EMIT_BIT) & 1) > 0)  # all warps have it, one stores it
         gl.store(p_o + row * (HV * V) + o_v, o.to(p_o.dtype.element_ty), mask=m_emit)
@@ -287,53 +272,19 @@ def verify_split_kernel(
 
 
 def launch_split(
-    rows: LayerRows,
-    state: Tensor,
-    pool: FactorPool,
-    batch: PassBatch,
-    o: Tensor,
-    kept: Tensor,
-    arrived: Tensor,
-    overlap: bool,
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], steps: Mapping[str, int], bucket: Bucket, overlap: bool
 ) -> None:
-    """`serial.verify_serial` by this kernel; the arguments are checked there."""
-    bucket, (_, value_heads, key_width, value_width) = batch.bucket, state.shape
-    verify_split_kernel[(value_width // COLUMNS, value_heads, bucket.sessions * bucket.groups)](
-        *rows,
-        state,
-        pool.k,
-        pool.u,
-        pool.g,
-        o,
-        kept,
-        arrived,
-        batch.slot,
-        batch.row_start,
-        batch.pending_len,
-        batch.write_state,
-        batch.groups,
-        batch.pending,
-        batch.pool_row,
-        batch.schedule_len,
-        batch.schedule,
-        POOL=pool.k.shape[1],
-        PENDING=bucket.pending,
-        STEPS=bucket.tree_rows,
+    """`serial.verify_serial` by this kernel; the arguments are checked and laid out there.
+
+    `sizes` are those of the layer, `steps` those of the schedule's words.
+    """
+    verify_split_kernel[(sizes["V"] // COLUMNS, sizes["HV"], bucket.sessions * bucket.groups)](
+        *tensors,
+        **sizes,
+        **steps,
         STEPS_2=1 << (bucket.tree_rows - 1).bit_length(),
-        GROUPS=bucket.groups,
-        PLACES=kept.shape[4],
-        H=rows.k.shape[1],
-        HV=value_heads,
-        K=key_width,
-        V=value_width,
         W=WARPS,
         AT_ONCE=AT_ONCE,
-        ROW_MASK=(1 << ROW_BITS) - 1,
-        EMIT_BIT=EMIT_BIT,
-        LEAF_BIT=LEAF_BIT,
-        KEEP_SHIFT=KEEP_SHIFT,
-        FETCH_SHIFT=FETCH_SHIFT,
-        PLACE_MASK=PLACE_MASK,
         OVERLAP=overlap,
         num_warps=WARPS,
         maxnreg=_REGISTERS,

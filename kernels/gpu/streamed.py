@@ -12,6 +12,7 @@ fewer programs. It is the quicker one from some four sessions on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,10 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from specla.kernels.gpu import layouts
-from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.layouts import UNITS, as_left, as_right_alone, halves, path_units, powers
-from specla.kernels.gpu.pass_batch import PassBatch
+from specla.kernels.gpu.layouts import UNITS, as_left, as_right_alone, dot, halves, path_units, powers
+from specla.kernels.gpu.pass_batch import Bucket
 
 MOST_ROWS = 16
 MOST_PENDING = 16
@@ -69,14 +68,6 @@ def _columns_first(x, N: gl.constexpr):
 def _rows_first(x, N: gl.constexpr):
     """[64, N] as [N, 64]."""
     return gl.reshape(gl.permute(gl.reshape(x, [4, 2, 8, N]), (3, 0, 2, 1)), [N, 64])
-
-
-@gluon.jit
-def _dot(a, b_hi, b_lo, acc, P: gl.constexpr):
-    """acc + a b of float32, in bfloat16 halves."""
-    a_hi, a_lo = halves(a)
-    a_hi, a_lo = as_left(a_hi, P), as_left(a_lo, P)
-    return mma_v2(a_hi, b_hi, mma_v2(a_hi, b_lo, mma_v2(a_lo, b_hi, acc)))
 
 
 @gluon.jit
@@ -242,8 +233,8 @@ def verify_streamed_kernel(
     target = gl.expand_dims(beta_col, 0) * (v - from_root * s_k)
     u = target
     for _ in range(rounds):
-        u = _dot(u, system_hi, system_lo, target, P)
-    o = _dot(u, as_right_alone(scores_hi, P), as_right_alone(scores_lo, P), from_root * s_q, P)
+        u = dot(u, system_hi, system_lo, target, P)
+    o = dot(u, as_right_alone(scores_hi, P), as_right_alone(scores_lo, P), from_root * s_q, P)
     u = gl.convert_layout(_rows_first(u, 16), VALUES, assert_trivial=True)
     o = gl.convert_layout(_rows_first(o, 16), VALUES, assert_trivial=True)
     gl.store(p_pool_u + pool_row * (HV * V) + col_v, u, mask=m_v)
@@ -251,31 +242,12 @@ def verify_streamed_kernel(
 
 
 def launch_streamed(
-    rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor, tile: StreamedTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: StreamedTile, overlap: bool
 ) -> None:
-    """`factorised.verify_factorised` by this kernel; the arguments are checked there."""
-    _, value_heads, key_width, value_width = state.shape
-    verify_streamed_kernel[(value_width // COLUMNS, value_heads, batch.bucket.sessions)](
-        *rows,
-        state,
-        pool.k,
-        pool.u,
-        pool.g,
-        o,
-        batch.slot,
-        batch.row_start,
-        batch.pending_len,
-        batch.write_state,
-        batch.pending,
-        batch.pool_row,
-        batch.depth,
-        batch.ancestors,
-        POOL=pool.k.shape[1],
-        PENDING=batch.bucket.pending,
-        H=rows.k.shape[1],
-        HV=value_heads,
-        K=key_width,
-        V=value_width,
+    """`factorised.verify_factorised` by this kernel; the arguments are checked and laid out there."""
+    verify_streamed_kernel[(sizes["V"] // COLUMNS, sizes["HV"], bucket.sessions)](
+        *tensors,
+        **sizes,
         KP=tile.part_k,
         STAGES=tile.stages,
         OVERLAP=overlap,

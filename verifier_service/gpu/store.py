@@ -7,15 +7,14 @@ from torch import Tensor
 
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool, PoolRows
-from specla.rpc.errors import CapacityError
-from specla.verifier_service.state import RETRY_AFTER_S
+from specla.verifier_service.state import Slots
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 _ALIGNED = 4  # rows of a pool, so that every layer's begin at a multiple of 16 bytes
 
 
 class GpuStore:
-    """States and factor pools of all slots; the only owner of the free list.
+    """States and factor pools of all slots.
 
     A slot's text so far is its state with the pending rows of its pool applied; the last rows of the convolution's
     inputs are named by its history. A pass writes rows that are free, `accept` then says which of them count.
@@ -55,12 +54,12 @@ class GpuStore:
         self.most_pending, self.scratch_slot = most_pending, slots
         self._factors, self._taps = factors, taps
         self.rows = [PoolRows(factors, taps) for _ in range(slots + 1)]
-        self._free = list(range(slots - 1, -1, -1))  # the lowest is taken first
+        self._slots = Slots(slots)
 
     @property
     def free_slots(self) -> int:
         """How many sessions could still be opened."""
-        return len(self._free)
+        return self._slots.free
 
     def layer(self, index: int) -> tuple[Tensor, FactorPool]:
         """One layer's states [slots, HV, K, V] and pools [slots, F, ...]."""
@@ -72,11 +71,7 @@ class GpuStore:
         Raises:
             CapacityError: no slot is free.
         """
-        if not self._free:
-            raise CapacityError(
-                "all slots are taken", retry_after_s=RETRY_AFTER_S, hint="Try again, or raise max_sessions"
-            )
-        slot = self._free.pop()
+        slot = self._slots.take()
         self.clear(slot)
         return slot
 
@@ -87,9 +82,7 @@ class GpuStore:
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
-        assert slot not in self._free, f"slot {slot} freed twice"
-        self._free.append(slot)
-        self._free.sort(reverse=True)
+        self._slots.give_back(slot)
 
     def write_states(self, slots: list[int]) -> None:
         """Apply what is pending to the stored states, all layers at once: before a session sits out or is saved."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specla.kernels.gpu.norms import add_rms_norm, gated_norm, swiglu
+from specla.kernels.gpu.norms import add_rms_norm, gated_norm
 
 POISON = 7777.0
 EPS = 1e-5
@@ -84,17 +84,6 @@ def check_gated_norm(device, rows, used, heads, width, dtype, activation, gated=
     untouched(out[used:])
 
 
-def check_swiglu(device, rows, used, width, dtype):
-    numbers = Numbers(device, width)
-    gate_up = numbers(rows, 2 * width, dtype=dtype) * 3
-    gate_up[used:] = float("nan")
-    out = numbers.poison(rows, width, dtype=dtype)
-    swiglu(gate_up, out, numbers.rows(used))
-    gate, up = gate_up[:used].split(width, 1)
-    close(out[:used], gate_of(gate, "silu") * up.double(), dtype)
-    untouched(out[used:])
-
-
 @pytest.mark.parametrize(
     ("rows", "used", "width", "dtype", "parts"),
     [
@@ -126,19 +115,14 @@ def test_a_model_without_an_output_gate(device):
     check_gated_norm(device, 2, 2, 3, 32, torch.float32, "silu", gated=False)
 
 
-@pytest.mark.parametrize(
-    ("rows", "used", "width", "dtype"),
-    [(2, 2, 48, torch.float32), (3, 1, 1032, torch.bfloat16), (1, 0, 16, torch.float16)],
-)
-def test_swiglu_multiplies_halves(device, rows, used, width, dtype):
-    check_swiglu(device, rows, used, width, dtype)
-
-
-def test_extreme_gates_give_numbers(device):
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_extreme_gates_give_numbers(device, activation):
     gate = torch.tensor([[-1e4, 1e4, 0.0, -90.0] * 4], device=device)
     out = torch.full((1, 16), POISON, device=device)
-    swiglu(torch.cat([gate, torch.ones_like(gate)], 1), out, Numbers(device).rows(1))
-    torch.testing.assert_close(out[0, :4], torch.tensor([0.0, 1e4, 0.0, 0.0], device=device))
+    ones = torch.ones(1, 1, 16, device=device)
+    gated_norm(ones, gate, ones[0, 0], 0.0, activation, out, Numbers(device).rows(1))
+    want = torch.tensor([0.0, 1e4, 0.0, 0.0] if activation == "silu" else [0.0, 1.0, 0.5, 0.0], device=device)
+    torch.testing.assert_close(out[0, :4], want)
 
 
 def test_what_does_not_fit_is_refused(device):
@@ -162,8 +146,6 @@ def test_what_does_not_fit_is_refused(device):
         gated_norm(o, numbers(2, 33)[:, 1:], numbers(16), EPS, "silu", numbers(2, 32), rows)
     with refused:
         gated_norm(o, None, numbers(16), EPS, "relu", numbers(2, 32), rows)
-    with refused:
-        swiglu(numbers(2, 48), numbers(2, 32), rows)
 
 
 @pytest.mark.gpu
@@ -173,7 +155,6 @@ def test_what_does_not_fit_is_refused(device):
 def test_streams_of_real_widths(device, rows, used, width, dtype):
     for parts in (None, 0, 1, 4):
         check_add_rms_norm(device, rows, used, width, dtype, parts, seed=width + rows)
-    check_swiglu(device, rows, used, width * 2 + 512, dtype)
 
 
 @pytest.mark.gpu
@@ -191,19 +172,16 @@ def test_a_row_has_its_bits_at_any_place_and_beside_any_rows(device):
     numbers, width, heads = Numbers(device), 2048, 8
     stream, added, weight = numbers(width), numbers(4, width), numbers(width)
     o, gate = numbers(heads, width // heads), numbers(width, dtype=torch.bfloat16)
-    both = numbers(2 * width, dtype=torch.bfloat16)
     want = None
     for rows in (1, 2, 7, 16, 33, 64, 129):
         for place in {0, rows // 2, rows - 1}:
             x, y = numbers(rows, width), numbers(4, rows, width)
-            os, gates, all_both = numbers(rows, heads, width // heads), numbers(rows, width), numbers(rows, 2 * width)
-            gates, all_both = gates.bfloat16(), all_both.bfloat16()
-            x[place], y[:, place], os[place], gates[place], all_both[place] = stream, added, o, gate, both
-            outs = [numbers.poison(rows, width, dtype=torch.bfloat16) for _ in range(3)]
+            os, gates = numbers(rows, heads, width // heads), numbers(rows, width, dtype=torch.bfloat16)
+            x[place], y[:, place], os[place], gates[place] = stream, added, o, gate
+            outs = [numbers.poison(rows, width, dtype=torch.bfloat16) for _ in range(2)]
             count = numbers.rows(rows)
             add_rms_norm(x, y, weight, EPS, outs[0], count)
             gated_norm(os, gates, weight[: width // heads], EPS, "silu", outs[1], count)
-            swiglu(all_both, outs[2], count)
             got = torch.cat([x[place], *(out[place].float() for out in outs)])
             want = got if want is None else want
             assert torch.equal(got, want), f"{rows} rows, place {place}"

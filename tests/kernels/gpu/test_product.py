@@ -80,6 +80,16 @@ def test_gates_and_what_they_gate_in_turns(device):
     check(device, (72, 64), 1, 1, torch.bfloat16, swiglu=True, out_dtype=torch.bfloat16)
 
 
+def test_extreme_gates_give_numbers(device):
+    weight = torch.zeros(16, 64, device=device)
+    weight[0::2, 0] = torch.tensor([-1e4, 1e4, 0.0, -90.0] * 2, device=device)
+    weight[1::2, 0] = 1.0
+    x, out = torch.zeros(1, 64, device=device), torch.full((1, 8), POISON, device=device)
+    x[0, 0] = 1.0
+    product(x, weight, out, Numbers(device).rows(1), swiglu=True)
+    torch.testing.assert_close(out[0, :4], torch.tensor([0.0, 1e4, 0.0, 0.0], device=device))
+
+
 def test_a_product_is_added_to_what_is_there(device):
     check(device, (40, 64), 3, 2, torch.float32, add=True)
 

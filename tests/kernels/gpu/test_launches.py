@@ -1,0 +1,87 @@
+"""What a GPU alone can launch is at least called with every parameter of its kernel, tensors by their names."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import triton
+from gpu_layers import Dims, make_layer
+from tree_cases import chain
+
+from specla.kernels.gpu import held, serial_split, streamed
+from specla.kernels.gpu.factorised import verify_factorised
+from specla.kernels.gpu.held import HeldTile
+from specla.kernels.gpu.pass_batch import Bucket
+from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.gpu.streamed import StreamedTile
+
+OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
+
+
+class Recorder:
+    """Stands in for a kernel: binds a launch's arguments to the kernel's parameters."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.names = list(inspect.signature(kernel.fn).parameters)
+        self.grid: tuple[int, ...] = ()
+        self.bound: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Recorder":
+        self.grid = grid
+        return self
+
+    def __call__(self, *tensors: Any, **named: Any) -> None:
+        assert set(named) - set(self.names) <= OPTIONS
+        self.bound = dict(zip(self.names, tensors, strict=False))
+        assert not set(self.bound) & set(named)
+        self.bound |= {name: value for name, value in named.items() if name not in OPTIONS}
+        assert set(self.bound) == set(self.names)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "tile", "grid"),
+    [
+        (held, "verify_held_kernel", HeldTile(2), (8, 2, 2)),
+        (streamed, "verify_streamed_kernel", StreamedTile(32, 3), (2, 2, 2)),
+        (serial_split, "verify_split_kernel", None, (8, 2, 6)),
+    ],
+)
+def test_every_parameter_is_given(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, tile: Any, grid: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    recorder = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, recorder)
+    bucket = Bucket(sessions=2, rows=16, tree_rows=9, pending=4, groups=3)
+    layer = make_layer(Dims(1, 2, 64, 128, torch.bfloat16), [chain(3)], torch.device("cpu"), bucket=bucket)
+    rows, batch, pool = layer.rows, layer.batch, layer.pool
+    if tile is None:
+        workspace = SerialWorkspace.empty(bucket, 2, 64, 128, "cpu")
+        verify_serial(rows, layer.state, pool, batch, layer.o, workspace)
+        assert recorder.bound["p_kept"] is workspace.kept
+        assert recorder.bound["p_schedule"] is batch.schedule
+        assert recorder.bound["p_groups"] is batch.groups
+    else:
+        verify_factorised(rows, layer.state, pool, batch, layer.o, tile)
+        assert recorder.bound["p_ancestors"] is batch.ancestors
+        assert recorder.bound["p_depth"] is batch.depth
+    assert recorder.grid == grid
+    for parameter, tensor in {
+        "p_q": rows.q,
+        "p_beta": rows.beta,
+        "p_state": layer.state,
+        "p_pool_k": pool.k,
+        "p_pool_g": pool.g,
+        "p_o": layer.o,
+        "p_slot": batch.slot,
+        "p_row_start": batch.row_start,
+        "p_pending_len": batch.pending_len,
+        "p_write_state": batch.write_state,
+        "p_pending": batch.pending,
+        "p_pool_row": batch.pool_row,
+    }.items():
+        assert recorder.bound[parameter] is tensor, parameter
+    sizes = {name: recorder.bound[name] for name in ("POOL", "PENDING", "H", "HV", "K", "V")}
+    assert sizes == {"POOL": pool.k.shape[1], "PENDING": 4, "H": 1, "HV": 2, "K": 64, "V": 128}
+    assert recorder.bound["OVERLAP"] is False
