@@ -7,6 +7,7 @@ The order for one logit is that of `sampling.adjusted_logits`: bias, repetition,
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,19 @@ class LogitEntries:
         """No entries, and room for `capacity` of them."""
         self.shape = (rows, vocab_size)
         self.capacity = capacity
-        size = _HEADER + _FIELDS * capacity
-        self._upload = Upload(size, device)
+        self._upload = Upload(self.words(capacity), device)
         self.buffer = self._upload.buffer
+
+    @staticmethod
+    def words(capacity: int) -> int:
+        """int32 words of room for so many entries."""
+        return _HEADER + _FIELDS * capacity
+
+    def of(self, rows: int) -> LogitEntries:
+        """The same entries for logits of fewer or more rows: the memory is shared, and whoever puts last counts."""
+        alike = copy.copy(self)
+        alike.shape = (rows, self.shape[1])
+        return alike
 
     def fill(self, rows: RowSampling) -> None:
         """Puts in what these rows' sessions ask for, penalties counting each row's own path.
@@ -46,23 +57,44 @@ class LogitEntries:
         Raises:
             ValueError: more rows than logits, a session of another vocabulary, or more entries than there is room for.
         """
-        found: list[NDArray[np.int32]] = []
-        if len(rows.row_session) > self.shape[0]:
-            raise ValueError(f"{len(rows.row_session)} rows of at most {self.shape[0]}: give fewer")
+        self.put(self.entries_of(rows))
+
+    def entries_of(self, rows: RowSampling) -> NDArray[np.int32]:
+        """int32 [n, 6], what these rows' sessions ask for, however much that is.
+
+        Raises:
+            ValueError: more rows than logits, or a session of another vocabulary.
+        """
+        places, vocab_size = self.shape
+        if len(rows.row_session) > places:
+            raise ValueError(f"{len(rows.row_session)} rows of at most {places}: give fewer")
+        for session in rows.sessions:
+            if session.vocab_size != vocab_size:
+                raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {vocab_size}")
+        if not any(session.params.adjusts for session in rows.sessions):
+            return np.empty((0, _FIELDS), np.int32)
+        found = []
         for row, index in enumerate(rows.row_session):
             session = rows.sessions[index]
-            if session.vocab_size != self.shape[1]:
-                raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.shape[1]}")
             if session.params.adjusts:
                 found.append(_entries_of(row, session, rows.path(row) if session.params.penalizes else []))
-        count = sum(len(entries) for entries in found)
+        return np.concatenate(found) if found else np.empty((0, _FIELDS), np.int32)
+
+    def put(self, entries: NDArray[np.int32]) -> None:
+        """Replaces the contents by `entries`, rows of `entries_of`.
+
+        Raises:
+            ValueError: more than there is room for.
+        """
+        count = len(entries)
         if count > self.capacity:
             raise ValueError(f"{count} logits change, with room for {self.capacity}: give a larger capacity")
         used = _HEADER + _FIELDS * count
         host = self._upload.words()
+        if not count and not host[0]:
+            return
         host[0] = count
-        if found:
-            host[_HEADER:used] = np.concatenate(found).reshape(-1)
+        host[_HEADER:used] = entries.reshape(-1)
         self._upload.send(used)
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
@@ -139,7 +140,7 @@ def _tree_convolution(
     F,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
-    Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr,
+    Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, block of heads): first the blocks of q and k, then those of v."""
     D: tl.constexpr = 2 * H * K + HV * V
@@ -150,6 +151,9 @@ def _tree_convolution(
     b_session = tl.maximum(b_session, 0)
     o_slot = tl.maximum(tl.load(p_slot + b_session), 0).to(tl.int64) * F
     o_pool = o_slot + tl.load(p_pool_row + i_row)
+    if OVERLAP:  # all programs wait, used or not: whoever ends has waited
+        gdc_wait()
+        gdc_launch_dependents()
     if i_block < KEY_BLOCKS:
         _keys_and_queries(
             p_x, p_weight, p_pool_k, p_pool_x, p_history, p_tap, p_q, p_k,
@@ -172,6 +176,8 @@ def tree_convolution(
     pool: FactorPool,
     batch: PassBatch,
     out: LayerRows,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Fills `out` and the rows' places in the pool: k, g and x. A row's bits depend on its own path alone.
 
@@ -187,11 +193,14 @@ def tree_convolution(
         pool: the layer's pool; its x is read at `batch.history`.
         batch: the pass.
         out: where the rows go.
+        overlap: whether to begin while the kernel before may still run; that one must not write what `batch` holds.
+            The next launch may begin once this one has waited for the kernel before.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
     _check(x, a, b, parameters, pool, batch, out)
+    overlap = overlap and not triton.knobs.runtime.interpret
     rows, heads, key_width = out.q.shape
     value_heads, value_width = out.v.shape[1:]
     blocks = triton.cdiv(2 * heads, _HEADS) + triton.cdiv(value_heads, _HEADS)
@@ -204,7 +213,7 @@ def tree_convolution(
         BK=triton.next_power_of_2(key_width), BV=triton.next_power_of_2(value_width), HEADS=_HEADS,
         X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
         Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS,
-        num_warps=_HEADS,
+        OVERLAP=overlap, num_warps=_HEADS, launch_pdl=overlap,
     )  # fmt: skip
 
 

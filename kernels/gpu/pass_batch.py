@@ -67,6 +67,11 @@ class Bucket:
         """32-bit words of one row's ancestor set."""
         return (self.tree_rows + 31) // 32
 
+    @property
+    def buffer_words(self) -> int:
+        """32-bit words of all arrays."""
+        return sum(-(-int(np.prod(shape)) // ALIGNED) * ALIGNED for shape in self.shapes().values())
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every array, in the order in which they lie in the buffer."""
         B, R = self.sessions, self.rows
@@ -145,15 +150,15 @@ class PassBatch:
     schedule_len: Tensor
     schedule: Tensor
 
-    def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
-        """Arrays of an empty pass: all places unused."""
+    def __init__(self, bucket: Bucket, device: torch.device | str, *, within: Upload | None = None) -> None:
+        """Arrays of an empty pass: all places unused. They may be part of what another upload sends."""
         self.bucket = bucket
         shapes = bucket.shapes()
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         places = {name: -(-size // ALIGNED) * ALIGNED for name, size in sizes.items()}
         self._bounds: tuple[int, int] | None = None
         self._largest = (NO_SLOT, ZEROS)
-        self._upload = Upload(sum(places.values()), device)
+        self._upload = Upload(sum(places.values()), device, within=within)
         self.buffer = self._upload.buffer
         flat, self._arrays, at = self._upload.words(), {}, 0
         for name, shape in shapes.items():

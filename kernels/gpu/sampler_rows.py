@@ -60,9 +60,24 @@ class SamplerRows:
     """
 
     def __init__(
-        self, rows: int, vocab_size: int, device: torch.device | str, config: SamplerConfig | None = None
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        config: SamplerConfig | None = None,
+        *,
+        scores: Tensor | None = None,
+        within: Upload | None = None,
     ) -> None:
         """All rows unused.
+
+        Args:
+            rows: R.
+            vocab_size: ids of a row.
+            device: where.
+            config: how a row is dealt out.
+            scores: the scratch of that name, if it lies in memory that others use between calls, too.
+            within: what sends the parameters, as part of its own.
 
         Raises:
             ValueError: the vocabulary is larger than `sweep` allows (counts of one lane have ten bits).
@@ -73,16 +88,21 @@ class SamplerRows:
             raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
         self.vocab_size = vocab_size
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
-        self._upload = Upload(8 * rows, device)
+        self._upload = Upload(self.words(rows), device, within=within)
         self.buffer = self._upload.buffer.view(8, rows)
         self.used, self.top_k = self.buffer[0], self.buffer[1]
         self.seed, self.position = self.buffer[2:4].view(-1).view(rows, 2), self.buffer[4]
         self.temperature, self.top_p, self.log_min_p = self.buffer[5:].view(torch.float32)
-        self.scores = torch.empty(rows, vocab_size, device=device)
+        self.scores = torch.empty(rows, vocab_size, device=device) if scores is None else scores
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.part_best = torch.empty(rows, self.splits, device=device)
         self.part_largest = torch.empty(rows, self.splits, device=device)
         self.part_id = torch.empty(rows, self.splits, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def words(rows: int) -> int:
+        """int32 words of the parameters of R row places."""
+        return 8 * rows
 
     def fill(self, rows: RowSampling) -> None:
         """Puts these rows' parameters into the first places and leaves the others unused.

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_ALIGNED = 4  # words: parts begin at multiples of 16 bytes
+
 
 class Upload:
     """int32 words on the host and their copy on the device.
@@ -14,21 +16,62 @@ class Upload:
         buffer: int32 [words] on the device; its address never changes, so that a captured graph may read it.
     """
 
-    def __init__(self, words: int, device: torch.device | str) -> None:
-        """All zeros, here and there."""
+    def __init__(self, words: int, device: torch.device | str, *, within: Upload | None = None) -> None:
+        """All zeros, here and there.
+
+        Args:
+            words: how many.
+            device: where they go.
+            within: another one, whose next free words these are. It sends all its parts at once: `send` of a part does
+                nothing.
+
+        Raises:
+            ValueError: the other one has no room for so many.
+        """
+        self._whole = within
+        self._used = 0
+        if within is not None:
+            first = within._take(words)
+            self._host, self.buffer = within._host[first : first + words], within.buffer[first : first + words]
+            return
         on_gpu = torch.device(device).type == "cuda"
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
         self._sent = torch.cuda.Event() if on_gpu else None
         self.buffer = torch.zeros(words, dtype=torch.int32, device=device)
 
+    @staticmethod
+    def room(*parts: int) -> int:
+        """Words that hold parts of so many words each."""
+        return sum(-(-words // _ALIGNED) * _ALIGNED for words in parts)
+
     def words(self) -> NDArray[np.int32]:
         """The host's side, to be written: waits until a former copy no longer reads it."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        (self._whole or self)._wait()
         return self._host.numpy()
 
     def send(self, words: int | None = None) -> None:
-        """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream."""
+        """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream.
+
+        Within the capture of a graph the copy becomes part of it, and a replay is what `words` must wait for: `sent`
+        says that it was queued.
+        """
+        if self._whole is not None:
+            return
         self.buffer[:words].copy_(self._host[:words], non_blocking=True)
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            self.sent()
+
+    def sent(self) -> None:
+        """Notes that a copy is queued in the current stream."""
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.buffer.device))
+
+    def _wait(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def _take(self, words: int) -> int:
+        first, self._used = self._used, self._used + self.room(words)
+        if first + words > len(self._host):
+            raise ValueError(f"{words} words do not fit behind {first} of {len(self._host)}")
+        return first

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specla.kernels.gpu.adjusting import LogitEntries
 from specla.kernels.gpu.pass_batch import Bucket, SessionPass
+from specla.kernels.gpu.product import product
 from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
 from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row, row_logprobs
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
 from specla.verifier_service.features import FINAL_NORM
-from specla.verifier_service.gpu.buffers import PassBuffers
-from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
+from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of, chain_rows, largest_bucket
+from specla.verifier_service.gpu.buffers import MOST_ENTRIES, PassBuffers
+from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 
-TREE_ROWS = (1, 16, 32, 64, 129)
-"""Rows of one session that buckets are made for; a pass runs in the least that holds its trees."""
-
-LEAST_PENDING = 16
+_PLANS = 1024  # batches of trees whose kernel and bucket are remembered
 
 
 class GpuBackend:
@@ -33,9 +34,16 @@ class GpuBackend:
     their factors in their pools, for as long as they like.
     """
 
-    chain_rows = 64
-
-    def __init__(self, weights: GpuWeights, mode: Mode, selector: Selector, *, slots: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        weights: GpuWeights,
+        mode: Mode,
+        selector: Selector,
+        *,
+        slots: int,
+        max_rows: int,
+        max_batch_rows: int = 256,
+    ) -> None:
         """Room for `slots` sessions of up to `max_rows` rows a pass.
 
         Args:
@@ -44,12 +52,24 @@ class GpuBackend:
             selector: which of them.
             slots: sessions at once.
             max_rows: rows of one session in one pass.
+            max_batch_rows: candidates of all sessions in one pass; every session has its root beside them.
         """
+        self.chain_rows = chain_rows(max_rows)
         rows = max(max_rows, self.chain_rows)
+        config, device = weights.config, weights.device
         self.weights, self.mode, self._selector = weights, mode, selector
-        self.store = GpuStore(weights.config, slots, rows, rows, weights.dtype, weights.device)
+        self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
+        self._most_rows = max(max_batch_rows, rows) + slots
+        self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
         self.scratch_slot = self.store.scratch_slot
-        self._buffers: dict[tuple[Bucket, bool], PassBuffers] = {}
+        largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
+        nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
+        self._arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        most_entries = min(MOST_ENTRIES, largest.rows * config.vocab_size)
+        self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
+        self._plan = lru_cache(maxsize=_PLANS)(self._planned)
+        self._runs: dict[PassKey, PassRun] = {}
+        self._memory_of_graphs = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @property
     def free_slots(self) -> int:
@@ -77,56 +97,52 @@ class GpuBackend:
         layers: Sequence[int] = (),
     ) -> GpuPassRows:
         """Run all rows; the sessions' earlier factors are committed on the way."""
-        pending = max(len(self.store.rows[slot].pending) for slot in slots)
-        choice = self._choose(batch.topologies, pending)
-        bucket = self._bucket(batch, pending, choice)
-        buffers = self._buffers_of(bucket, features=any(layer != FINAL_NORM for layer in layers))
-        pool_rows = self._fill(buffers, slots, batch, row_tokens)
-        run_rows(self.weights, self.store, buffers, verify_of(choice, buffers))
-        for slot in slots:
-            self.store.rows[slot].flushed()  # the kernels have stored every state with what was pending
-        out = GpuPassRows(self, buffers, slots, pool_rows)
+        store = self.store
+        store.write_states([slot for slot in slots if len(store.rows[slot].pending) > MOST_PENDING])
+        choice, bucket = self._plan(batch.topologies)
+        kept = tuple(layer for layer in layers if layer != FINAL_NORM)
+        run = self._run_of(PassKey(bucket, choice, sampling is not None, kept))
+        taken, written = self._fill(run.buffers, slots, batch, row_tokens)
+        entries = run.buffers.put_sampling(sampling) if sampling is not None else None
+        run.launch(entries)
+        for slot, stored in zip(slots, written, strict=True):
+            if stored:
+                store.rows[slot].flushed()
+        out = GpuPassRows(self, run.buffers, slots, taken)
         if sampling is not None:
-            out.sample(sampling)
+            assert entries is not None
+            out.read(sampling, adjusted=len(entries) > 0)
         return out
 
     def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> None:
         """There is no such form here yet."""
         return
 
-    def _choose(self, topologies: Sequence[Topology], pending: int) -> Choice:
-        config = self.weights.config
-        shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
-        return self._selector.choose(
-            self.mode, shape, topologies, pending=_least_pending(pending), dtype=self.weights.dtype
-        )
+    @torch.inference_mode()
+    def prepare(self, topologies: Sequence[Topology], *, samples: bool = True) -> None:
+        """Compile and capture what a pass of such trees needs, before one comes."""
+        choice, bucket = self._plan(tuple(topologies))
+        self._run_of(PassKey(bucket, choice, samples, ()))
 
-    def _bucket(self, batch: TreeBatch, pending: int, choice: Choice) -> Bucket:
-        largest = max(len(topology) for topology in batch.topologies)
-        tree_rows = next(size for size in TREE_ROWS if size >= largest)
-        return Bucket(
-            sessions=_power_of_two(batch.sessions),
-            rows=max(_power_of_two(batch.rows), tree_rows),
-            tree_rows=tree_rows,
-            pending=_least_pending(pending),
-            taps=self.weights.config.conv_size,
-            groups=choice.groups,
-        )
+    def _planned(self, topologies: tuple[Topology, ...]) -> tuple[Choice, Bucket]:
+        """Which kernel and which bucket these trees run in."""
+        choice = self._selector.choose(self.mode, self._shape, topologies, pending=PENDING, dtype=self.weights.dtype)
+        return choice, bucket_of(topologies, self._most_rows, self.weights.config.conv_size, choice.groups)
 
-    def _buffers_of(self, bucket: Bucket, *, features: bool) -> PassBuffers:
-        key = (bucket, features)
-        if key not in self._buffers:
-            self._buffers[key] = PassBuffers(self.weights, bucket, features=features)
-        return self._buffers[key]
+    def _run_of(self, key: PassKey) -> PassRun:
+        if key not in self._runs:
+            self._runs[key] = PassRun(self.weights, self.store, key, self._arena, self._entries, self._memory_of_graphs)
+        return self._runs[key]
 
     def _fill(
         self, buffers: PassBuffers, slots: Sequence[int], batch: TreeBatch, row_tokens: Sequence[int]
-    ) -> list[list[int]]:
-        """Puts sessions and tokens in place; returns the pool rows of every session's rows."""
-        sessions, taken = [], []
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Puts sessions and tokens in place; returns every session's pool rows, and whether its state is stored."""
+        sessions, taken, written = [], [], []
         for slot, topology in zip(slots, batch.topologies, strict=True):
             rows = self.store.rows[slot]
             taken.append(rows.take(len(topology)))
+            written.append(len(rows.pending) + len(topology.levels) > MOST_PENDING)
             sessions.append(
                 SessionPass(
                     slot=slot,
@@ -134,12 +150,12 @@ class GpuBackend:
                     pool_rows=taken[-1],
                     pending=rows.pending,
                     history=rows.history,
-                    write_state=True,
+                    write_state=written[-1],
                 )
             )
         buffers.batch.fill(sessions)
         buffers.put_tokens(row_tokens)
-        return taken
+        return taken, written
 
 
 class GpuPassRows:
@@ -151,27 +167,25 @@ class GpuPassRows:
         """After the rows were run."""
         self._backend, self._buffers, self._slots, self._pool_rows = backend, buffers, slots, pool_rows
         self._sampled: Sampled | None = None
-        self._raw = buffers.logits
+        self._adjusted = False
 
-    def sample(self, sampling: RowSampling) -> None:
-        """Head, penalties and sampling for all rows; waits for the result."""
-        buffers = self._buffers
-        buffers.sampler.fill(sampling)
-        buffers.entries.fill(sampling)
-        run_head(self._backend.weights, buffers)
-        if any(session.params.adjusts for session in sampling.sessions):
-            self._raw = buffers.logits.clone()
-        adjust_and_sample(buffers)
-        count = len(sampling.row_session)
-        tokens = buffers.sampled[:count].cpu().numpy().astype(np.int64)
-        failed = [int(row) for row in np.flatnonzero(buffers.errors[:count].cpu().numpy())]
+    def read(self, sampling: RowSampling, *, adjusted: bool) -> None:
+        """Takes the pass's results; `adjusted` says whether logits were changed before rows sampled."""
+        self._adjusted = adjusted
+        tokens, failed = self._buffers.results(len(sampling.row_session))
+        errors = {
+            row: check_row(self.logits(row)) or "every token has been ruled out"
+            for row, error in enumerate(failed)
+            if error
+        }
         logprobs: dict[int, RowLogprobs] = {}
-        for row, index in enumerate(sampling.row_session):
-            wanted = sampling.sessions[index].params.top_logprobs
-            if wanted is not None and tokens[row] >= 0:
-                logprobs[row] = row_logprobs(self.logits(row), int(tokens[row]), wanted)
-        errors = {row: check_row(self.logits(row)) or "every token has been ruled out" for row in failed}
-        self._sampled = Sampled(tokens, errors, logprobs)
+        wanted = [session.params.top_logprobs for session in sampling.sessions]
+        if any(count is not None for count in wanted):
+            for row, index in enumerate(sampling.row_session):
+                count = wanted[index]
+                if count is not None and tokens[row] >= 0:
+                    logprobs[row] = row_logprobs(self.logits(row), tokens[row], count)
+        self._sampled = Sampled(np.array(tokens, np.int64), errors, logprobs)
 
     @property
     def sampled(self) -> Sampled:
@@ -180,28 +194,23 @@ class GpuPassRows:
         return self._sampled
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """A row's logits, before penalties."""
-        values: NDArray[np.float32] = self._raw[row].cpu().numpy()
+        """A row's logits, before penalties: where those have changed them, the head is multiplied again."""
+        x = self._buffers.activations
+        found = x.logits[row]
+        if self._adjusted:
+            out, one = torch.empty_like(x.logits[:1]), torch.ones(1, dtype=torch.int32, device=found.device)
+            product(x.final[row : row + 1], self._backend.weights.head, out, one)
+            found = out[0]
+        values: NDArray[np.float32] = found.cpu().numpy()
         return values
 
     def hidden(self, layer: int, rows: Sequence[int]) -> Tensor:
         """The stream after a layer."""
-        if layer == FINAL_NORM:
-            source = self._buffers.final
-        else:
-            assert self._buffers.hidden is not None, "the pass was run without features"
-            source = self._buffers.hidden[layer]
+        x = self._buffers.activations
+        source = x.final if layer == FINAL_NORM else x.hidden[self._buffers.layers.index(layer)]
         return source[torch.tensor(rows, device=source.device)].float().cpu()
 
     def take(self, index: int, rows: Sequence[int]) -> None:
         """The rows' factors stay in the pool until the session's next pass commits them."""
         pool = self._pool_rows[index]
         self._backend.store.rows[self._slots[index]].accept([pool[row] for row in rows], state_written=False)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
-def _least_pending(pending: int) -> int:
-    return max(LEAST_PENDING, _power_of_two(pending) if pending else 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries
@@ -14,68 +17,176 @@ from specla.kernels.gpu.product import product_parts
 from specla.kernels.gpu.sampler_rows import SamplerRows
 from specla.kernels.gpu.serial import SerialWorkspace
 from specla.kernels.gpu.upload import Upload
-from specla.verifier_service.gpu.weights import GpuWeights, InputWidths
+from specla.kernels.sampling import RowSampling
+from specla.verifier_service.gpu.arena import Layout
+from specla.verifier_service.gpu.weights import InputWidths
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
-_ENTRIES_A_ROW = 4096  # distinct ids that one row's penalties may count
+MOST_ENTRIES = 1 << 17
+"""Logits of one pass that biases, penalties and bans may change in one launch: 3 MiB here and there."""
+
+
+class Activations(NamedTuple):
+    """What lives during one pass, over the bucket's R row places."""
+
+    stream: Tensor
+    """float32 [R, hidden], the residual stream."""
+    normed: Tensor
+    """model dtype [R, hidden], what goes into a projection."""
+    inputs: Tensor
+    """model dtype [R, ...], the mixer's projections (see `InputWidths`)."""
+    rows: LayerRows
+    """The recurrence's inputs."""
+    o: Tensor
+    """float32 [R, HV, V], its outputs."""
+    mixed: Tensor
+    """model dtype [R, HV V], normed and gated."""
+    activated: Tensor
+    """model dtype [R, M], within the MLP."""
+    from_mixer: Tensor
+    """float32 [P, R, hidden], what the mixer adds to the stream, in as many parts as its product's sums are best cut
+    into; P depends on the model's shape alone."""
+    from_mlp: Tensor
+    """The same of the MLP."""
+    kept: Tensor
+    """float32, the serial kernels' workspace (see `SerialWorkspace`)."""
+    scores: Tensor
+    """float32 [R, vocab], the sampler's scratch, where everything above has been: nothing of it is needed by then."""
+    final: Tensor
+    """model dtype [R, hidden], the final norm's output."""
+    logits: Tensor
+    """float32 [R, vocab]."""
+    hidden: Tensor
+    """float32 [kept layers, R, hidden], the stream after each layer that somebody asks for."""
+
+    @classmethod
+    def laid_out(
+        cls,
+        config: GatedDeltaNetConfig,
+        dtype: torch.dtype,
+        bucket: Bucket,
+        layers: int,
+        layout: Layout,
+        *,
+        serial: bool,
+    ) -> Activations:
+        """In an arena; `layers` is how many layers' streams are kept, `serial` whether a serial kernel runs."""
+        R, hidden, single = bucket.rows, config.hidden_size, torch.float32
+        heads, key_width = config.num_heads, config.head_dim
+        values = (config.value_heads, config.head_v_dim)
+        final = layout.take(R, hidden, dtype=dtype)
+        streams = layout.take(layers, R, hidden, dtype=single)
+        late = layout.beside()
+        stream = layout.take(R, hidden, dtype=single)
+        normed = layout.take(R, hidden, dtype=dtype)
+        inputs = layout.take(R, InputWidths.of(config).total, dtype=dtype)
+        rows = LayerRows(
+            layout.take(R, heads, key_width, dtype=dtype),
+            layout.take(R, heads, key_width, dtype=dtype),
+            layout.take(R, *values, dtype=dtype),
+            layout.take(R, values[0], dtype=single),
+            layout.take(R, values[0], dtype=single),
+        )
+        o = layout.take(R, *values, dtype=single)
+        mixed = layout.take(R, config.value_dim, dtype=dtype)
+        activated = layout.take(R, config.mlp_dim, dtype=dtype)
+        from_mixer, from_mlp = (
+            layout.take(product_parts(hidden, width), R, hidden, dtype=single)
+            for width in (config.value_dim, config.mlp_dim)
+        )
+        shape, _ = SerialWorkspace.shapes(bucket, values[0], key_width, values[1])
+        kept = layout.take(*shape, dtype=single) if serial else layout.take(0, dtype=single)
+        logits, scores = (late.take(R, config.vocab_size, dtype=single) for _ in range(2))
+        layout.nbytes = max(layout.nbytes, late.nbytes)
+        return cls(
+            stream, normed, inputs, rows, o, mixed, activated, from_mixer, from_mlp,
+            kept, scores, final, logits, streams,
+        )  # fmt: skip
 
 
 class PassBuffers:
-    """A bucket's inputs, activations and results, over its R row places.
+    """A bucket's inputs, activations and results.
 
     Attributes:
         bucket: the sizes.
+        layers: whose streams are kept, in the order of `activations.hidden`.
+        activations: what lives during a pass.
+        upload: sends all inputs at once: `batch`, `tokens` and `sampler`.
         batch: sessions, trees, pending factors.
         tokens: int32 [R], the rows' own tokens; `put_tokens` fills it.
-        stream: float32 [R, hidden], the residual stream.
-        normed: model dtype [R, hidden], what goes into a projection.
-        inputs: model dtype [R, ...], the mixer's projections (see `InputWidths`).
-        rows: the recurrence's inputs.
-        o: float32 [R, HV, V], its outputs.
-        mixed: model dtype [R, HV V], normed and gated.
-        activated: model dtype [R, M], within the MLP.
-        from_mixer, from_mlp: float32 [P, R, hidden], what a half of a block adds to the stream, in as many parts as
-            its product's sums are best cut into; P depends on the model's shape alone.
-        hidden: float32 [L, R, hidden], the stream after each layer, or None if nobody asks for it.
-        final: model dtype [R, hidden], the final norm's output.
-        logits: float32 [R, vocab].
-        sampler, entries: how rows sample, and which single logits change before.
+        sampler: how rows sample.
+        entries: which single logits change before; all buckets share them.
         sampled, errors: int32 [R], results.
+        workspace: of the serial kernels.
     """
 
-    def __init__(self, weights: GpuWeights, bucket: Bucket, *, features: bool = False) -> None:
-        """Uninitialised, for a model and a bucket."""
-        config, dtype, device, R = weights.config, weights.dtype, weights.device, bucket.rows
-        heads, value_heads = config.num_heads, config.value_heads
+    def __init__(
+        self,
+        config: GatedDeltaNetConfig,
+        dtype: torch.dtype,
+        bucket: Bucket,
+        arena: Tensor,
+        entries: LogitEntries,
+        *,
+        layers: Sequence[int] = (),
+        serial: bool = True,
+    ) -> None:
+        """For a model and a bucket, within the memory that all buckets share.
 
-        def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
-            return torch.empty(R, *shape, dtype=of, device=device)
-
-        self.bucket = bucket
-        self.batch = PassBatch(bucket, device)
-        self._tokens = Upload(R, device)
+        Args:
+            config: the model's shape.
+            dtype: of its matrices and activations.
+            bucket: the sizes.
+            arena: uint8 [bytes], at least `nbytes`.
+            entries: shared by all buckets.
+            layers: whose streams are kept.
+            serial: whether a serial kernel may run.
+        """
+        device, R = arena.device, bucket.rows
+        self.bucket, self.layers = bucket, tuple(layers)
+        self.activations = Activations.laid_out(config, dtype, bucket, len(layers), Layout(arena), serial=serial)
+        self.upload = Upload(Upload.room(bucket.buffer_words, R, SamplerRows.words(R)), device)
+        self.batch = PassBatch(bucket, device, within=self.upload)
+        self._tokens = Upload(R, device, within=self.upload)
         self.tokens = self._tokens.buffer
-        self.stream = empty(config.hidden_size, of=torch.float32)
-        self.normed, self.final = empty(config.hidden_size), empty(config.hidden_size)
-        self.inputs = empty(InputWidths.of(config).total)
-        self.rows = LayerRows.empty(R, heads, value_heads, config.head_dim, config.head_v_dim, dtype, device)
-        self.o = empty(value_heads, config.head_v_dim, of=torch.float32)
-        self.mixed = empty(config.value_dim)
-        self.activated = empty(config.mlp_dim)
-        self.from_mixer, self.from_mlp = (
-            torch.empty(product_parts(config.hidden_size, width), R, config.hidden_size, device=device)
-            for width in (config.value_dim, config.mlp_dim)
-        )
-        layers = config.num_hidden_layers
-        self.hidden = torch.empty(layers, R, config.hidden_size, device=device) if features else None
-        self.logits = empty(config.vocab_size, of=torch.float32)
-        self.sampler = SamplerRows(R, config.vocab_size, device)
-        self.entries = LogitEntries(R, config.vocab_size, min(config.vocab_size, _ENTRIES_A_ROW) * R, device)
-        self.sampled, self.errors = (torch.zeros(R, dtype=torch.int32, device=device) for _ in range(2))
-        self.workspace = SerialWorkspace.empty(bucket, value_heads, config.head_dim, config.head_v_dim, device)
+        self.sampler = SamplerRows(R, config.vocab_size, device, scores=self.activations.scores, within=self.upload)
+        self.entries = entries.of(R)
+        self._results = torch.zeros(2, R, dtype=torch.int32, device=device)
+        self.sampled, self.errors = self._results
+        self._host_results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
+        _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
+        self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
+
+    @staticmethod
+    def nbytes(
+        config: GatedDeltaNetConfig, dtype: torch.dtype, bucket: Bucket, *, layers: int = 0, serial: bool = True
+    ) -> int:
+        """Bytes of the arena that a bucket needs."""
+        layout = Layout(None)
+        Activations.laid_out(config, dtype, bucket, layers, layout, serial=serial)
+        return layout.nbytes
+
+    @property
+    def counted(self) -> Tensor:
+        """int32 [1], how many rows count."""
+        return self.batch.row_start[-1:]
 
     def put_tokens(self, tokens: Sequence[int]) -> None:
         """The rows' tokens, first rows first; places beyond them get token 0."""
         words = self._tokens.words()
         words.fill(0)
         words[: len(tokens)] = tokens
-        self._tokens.send()
+
+    def put_sampling(self, sampling: RowSampling) -> NDArray[np.int32]:
+        """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""
+        self.sampler.fill(sampling)
+        return self.entries.entries_of(sampling)
+
+    def fetch(self) -> None:
+        """Starts the copy of the results to the host."""
+        self._host_results.copy_(self._results, non_blocking=True)
+
+    def results(self, count: int) -> tuple[list[int], list[int]]:
+        """Tokens and errors of the first rows, as `fetch` brought them; whoever calls has waited for that."""
+        tokens, errors = self._host_results[:, :count].tolist()
+        return tokens, errors

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import adjust_logits
 from specla.kernels.gpu.convolution import tree_convolution
+from specla.kernels.gpu.embedding import embed
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.layer_rows import LayerRows
@@ -39,49 +39,50 @@ def verify_of(choice: Choice, buffers: PassBuffers) -> Verify:
 
 
 def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify) -> None:
-    """From tokens to the final norm: `buffers.final`, `buffers.hidden`, and the rows' factors in the pools."""
-    rows, eps, stream, added = _rows(buffers), weights.config.norm_eps, buffers.stream, None
-    torch.index_select(weights.embeddings, 0, buffers.tokens, out=buffers.normed)
-    stream.copy_(buffers.normed)
+    """From tokens to the final norm: `final` and `hidden` of the activations, and the rows' factors in the pools."""
+    x, rows, eps = buffers.activations, buffers.counted, weights.config.norm_eps
+    embed(buffers.tokens, weights.embeddings, x.stream, rows, overlap=True)
+    added: Tensor | None = None
     for i, layer in enumerate(weights.layers):
-        add_rms_norm(stream, added, layer.mixer_norm, eps, buffers.normed, rows)
-        if i and buffers.hidden is not None:
-            buffers.hidden[i - 1].copy_(stream)
+        add_rms_norm(x.stream, added, layer.mixer_norm, eps, x.normed, rows, overlap=True)
+        _keep(buffers, i - 1)
         _mixer(weights, layer, store.layer(i), buffers, verify)
-        add_rms_norm(stream, buffers.from_mixer, layer.mlp_norm, eps, buffers.normed, rows)
-        product(buffers.normed, layer.gate_up, buffers.activated, rows, swiglu=True)
-        product(buffers.activated, layer.down, buffers.from_mlp, rows)
-        added = buffers.from_mlp
-    add_rms_norm(stream, added, weights.norm, eps, buffers.final, rows)
-    if buffers.hidden is not None:
-        buffers.hidden[-1].copy_(stream)
+        add_rms_norm(x.stream, x.from_mixer, layer.mlp_norm, eps, x.normed, rows, overlap=True)
+        product(x.normed, layer.gate_up, x.activated, rows, swiglu=True, overlap=True)
+        product(x.activated, layer.down, x.from_mlp, rows, overlap=True)
+        added = x.from_mlp
+    add_rms_norm(x.stream, added, weights.norm, eps, x.final, rows, overlap=True)
+    _keep(buffers, len(weights.layers) - 1)
 
 
 def run_head(weights: GpuWeights, buffers: PassBuffers) -> None:
-    """From the final norm to `buffers.logits`."""
-    product(buffers.final, weights.head, buffers.logits, _rows(buffers))
+    """From the final norm to the logits."""
+    x = buffers.activations
+    product(x.final, weights.head, x.logits, buffers.counted, overlap=True)
 
 
 def adjust_and_sample(buffers: PassBuffers) -> None:
     """From logits to `buffers.sampled` and `buffers.errors`; biases and penalties change the logits in place."""
-    adjust_logits(buffers.logits, buffers.entries)
-    sample(buffers.logits, buffers.sampler, buffers.sampled, buffers.errors)
+    logits = buffers.activations.logits
+    adjust_logits(logits, buffers.entries)
+    sample(logits, buffers.sampler, buffers.sampled, buffers.errors)
+
+
+def _keep(buffers: PassBuffers, layer: int) -> None:
+    """Keeps the stream as it stands after a layer, if somebody asks for it."""
+    if layer in buffers.layers:
+        buffers.activations.hidden[buffers.layers.index(layer)].copy_(buffers.activations.stream)
 
 
 def _mixer(
     weights: GpuWeights, layer: GpuLayer, memory: tuple[Tensor, FactorPool], buffers: PassBuffers, verify: Verify
 ) -> None:
     """A layer's recurrence: the normed stream in, what it adds out."""
-    (states, pool), rows = memory, _rows(buffers)
-    product(buffers.normed, layer.inputs, buffers.inputs, rows)
-    x, a, b, gate = InputWidths.of(weights.config).split(buffers.inputs)
-    tree_convolution(x, a, b, layer.convolution, pool, buffers.batch, buffers.rows)
-    verify(buffers.rows, states, pool, buffers.batch, buffers.o)
-    activation: Activation = "sigmoid" if weights.config.output_gate_activation == "sigmoid" else "silu"
-    gated_norm(buffers.o, gate, layer.output_norm, weights.config.norm_eps, activation, buffers.mixed, rows)
-    product(buffers.mixed, layer.output, buffers.from_mixer, rows)
-
-
-def _rows(buffers: PassBuffers) -> Tensor:
-    """int32 [1], how many rows count."""
-    return buffers.batch.row_start[-1:]
+    (states, pool), x, rows, config = memory, buffers.activations, buffers.counted, weights.config
+    product(x.normed, layer.inputs, x.inputs, rows, overlap=True)
+    raw, a, b, gate = InputWidths.of(config).split(x.inputs)
+    tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True)
+    verify(x.rows, states, pool, buffers.batch, x.o)
+    activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
+    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True)
+    product(x.mixed, layer.output, x.from_mixer, rows, overlap=True)

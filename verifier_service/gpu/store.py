@@ -13,6 +13,14 @@ from specla.verifier_service.targets.config import GatedDeltaNetConfig
 _ALIGNED = 4  # rows of a pool, so that every layer's begin at a multiple of 16 bytes
 
 
+def pool_rows(max_rows: int, most_pending: int, taps: int) -> int:
+    """F, rows of one session's pool: those of a pass and those in use meanwhile.
+
+    The last W - 1 committed rows, which the convolution reads, are among the pending ones where these are as many.
+    """
+    return -(-(max_rows + max(most_pending, taps - 1)) // _ALIGNED) * _ALIGNED
+
+
 class GpuStore:
     """States and factor pools of all slots.
 
@@ -41,14 +49,14 @@ class GpuStore:
             config: the model's shape.
             slots: sessions at once.
             max_rows: rows of one session in one pass.
-            most_pending: accepted rows that may wait for the state to be written.
+            most_pending: accepted rows that may wait for the state to be written while the session's next pass runs.
             dtype: the model's.
             device: where.
         """
         layers, taps = config.num_hidden_layers, config.conv_size
         sizes = (config.value_heads, config.head_dim, config.head_v_dim)
         self.states = torch.zeros(layers, slots + 1, *sizes, device=device)
-        factors = -(-(max_rows + most_pending + taps - 1) // _ALIGNED) * _ALIGNED
+        factors = pool_rows(max_rows, most_pending, taps)
         flat = FactorPool.empty(layers * (slots + 1), factors, config.num_heads, *sizes, dtype, device)
         self.pools = FactorPool(*(x.view(layers, slots + 1, *x.shape[1:]) for x in flat))
         self.most_pending, self.scratch_slot = most_pending, slots
@@ -85,7 +93,7 @@ class GpuStore:
         self._slots.give_back(slot)
 
     def write_states(self, slots: list[int]) -> None:
-        """Apply what is pending to the stored states, all layers at once: before a session sits out or is saved."""
+        """Apply what is pending to the stored states, all layers at once: where more is pending than may be."""
         due = [slot for slot in slots if self.rows[slot].pending]
         if not due:
             return

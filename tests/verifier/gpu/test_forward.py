@@ -8,6 +8,7 @@ import pytest
 import torch
 from tree_cases import chain, random_tree
 
+from specla.kernels.gpu.adjusting import LogitEntries
 from specla.kernels.gpu.factorised import factorised_tile
 from specla.kernels.gpu.pass_batch import Bucket, SessionPass
 from specla.kernels.gpu.selector import Choice
@@ -43,7 +44,11 @@ class Pair:
         bucket = Bucket(
             sessions=SLOTS, rows=20, tree_rows=9, pending=MOST_PENDING, taps=config.conv_size, groups=choice.groups
         )
-        self.buffers = PassBuffers(self.weights, bucket, features=True)
+        layers = range(config.num_hidden_layers)
+        nbytes = PassBuffers.nbytes(config, dtype, bucket, layers=len(layers))
+        arena = torch.full((nbytes,), 0x7F, dtype=torch.uint8, device=device)
+        entries = LogitEntries(64, config.vocab_size, 64, device)
+        self.buffers = PassBuffers(config, dtype, bucket, arena, entries, layers=layers)
         self.verify = verify_of(choice, self.buffers)
 
     def run(self, slots: Sequence[int], trees: Sequence[Topology], tokens: list[int], *, write: bool = True):
@@ -81,8 +86,8 @@ class Pair:
             parent_row=batch.parents,
             row_tokens=tokens,
         )
-        buffers.sampler.fill(sampling)
-        buffers.entries.fill(sampling)
+        buffers.entries.put(buffers.put_sampling(sampling))
+        buffers.upload.send()
         run_rows(self.weights, self.store, buffers, self.verify)
         run_head(self.weights, buffers)
         adjust_and_sample(buffers)
@@ -116,12 +121,12 @@ def check(pair: Pair, tolerance: float) -> None:
         tokens = [rng.randrange(pair.config.vocab_size) for tree in trees for _ in range(len(tree))]
         wanted, pool_rows = pair.run(slots, trees, tokens, write=write)
         assert wanted.logits is not None
-        count, buffers = len(tokens), pair.buffers
-        assert rel(buffers.logits[:count], wanted.logits) < tolerance
-        assert rel(buffers.final[:count], wanted.hidden[-1]) < tolerance
+        count, buffers, x = len(tokens), pair.buffers, pair.buffers.activations
+        assert rel(x.logits[:count], wanted.logits) < tolerance
+        assert rel(x.final[:count], wanted.hidden[-1]) < tolerance
         for layer, hidden in enumerate(wanted.hidden[:-1]):
-            assert rel(buffers.hidden[layer, :count], hidden) < tolerance
-        assert torch.equal(buffers.sampled[:count].cpu().long(), buffers.logits[:count].argmax(1).cpu())
+            assert rel(x.hidden[layer, :count], hidden) < tolerance
+        assert torch.equal(buffers.sampled[:count].cpu().long(), x.logits[:count].argmax(1).cpu())
         assert not buffers.errors[:count].any()
         paths = [[0, *([1] if len(tree) > 1 and tree.parent_rows[1] == 0 else [])] for tree in trees]
         pair.accept(slots, wanted, trees, paths, pool_rows, write=write)

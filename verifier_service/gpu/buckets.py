@@ -1,0 +1,58 @@
+"""Which bucket a pass runs in: the least of a few sizes that holds it, so that few graphs serve all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specla.kernels.gpu.pass_batch import Bucket
+from specla.kernels.topology import Topology
+
+TREE_ROWS = (1, 16, 32, 64, 129)
+"""Rows of one session that buckets are made for."""
+
+PENDING = 16
+"""Places for a session's pending factors; kernels are compiled for that many."""
+
+MOST_PENDING = 8
+"""Accepted rows that may wait while a session's next pass runs; what exceeds it is applied to the state before.
+
+A pass stores the state only if its own rows could make more of them: plain decoding once in eight passes. Each row
+costs a session 1.2% of its state (K = V = 256)."""
+
+_FEWEST_CHAIN_ROWS, _MOST_CHAIN_ROWS = 16, 64
+
+
+def chain_rows(max_rows: int) -> int:
+    """Up to how many known tokens run as one chain, where a pass has `max_rows` rows of one session."""
+    return min(_MOST_CHAIN_ROWS, max(_FEWEST_CHAIN_ROWS, max_rows))
+
+
+def bucket_of(topologies: Sequence[Topology], most_rows: int, taps: int, groups: int) -> Bucket:
+    """The bucket for these trees.
+
+    Args:
+        topologies: one a session.
+        most_rows: rows of all sessions together, at most.
+        taps: of the convolution.
+        groups: programs that share a tree in the serial kernels.
+    """
+    total, largest = sum(map(len, topologies)), max(map(len, topologies))
+    return _bucket(len(topologies), total, largest, most_rows, taps, groups)
+
+
+def largest_bucket(sessions: int, tree_rows: int, most_rows: int, taps: int) -> Bucket:
+    """The bucket with the most rows: all sessions, as many rows as there may be, a program a tree."""
+    return _bucket(sessions, min(sessions * tree_rows, most_rows), tree_rows, most_rows, taps, 1)
+
+
+def _bucket(sessions: int, total: int, largest: int, most_rows: int, taps: int, groups: int) -> Bucket:
+    tree_rows = next(size for size in TREE_ROWS if size >= largest)
+    places = _power_of_two(sessions)
+    rows = tree_rows if total <= tree_rows else max(total, min(_power_of_two(total), most_rows))
+    return Bucket(
+        sessions=places, rows=max(rows, places), tree_rows=tree_rows, pending=PENDING, taps=taps, groups=groups
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,114 @@
+"""One bucket's pass, captured once: inputs to the device, all launches, results to the host; then replayed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.pass_batch import Bucket
+from specla.kernels.gpu.sampling import sample
+from specla.kernels.gpu.selector import Choice
+from specla.verifier_service.gpu.buffers import PassBuffers
+from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
+from specla.verifier_service.gpu.store import GpuStore
+from specla.verifier_service.gpu.weights import GpuWeights
+
+log = structlog.get_logger("specla.verifier")
+
+
+class PassKey(NamedTuple):
+    """What one captured graph serves."""
+
+    bucket: Bucket
+    choice: Choice
+    samples: bool
+    """Whether there are head and sampling, or known tokens only."""
+    layers: tuple[int, ...]
+    """Whose streams are kept."""
+
+
+class PassRun:
+    """The launches of a key's passes; on a GPU as a CUDA graph, in the interpreter one by one.
+
+    Attributes:
+        buffers: what the launches read and write.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        store: GpuStore,
+        key: PassKey,
+        arena: Tensor,
+        entries: LogitEntries,
+        pool: tuple[int, int] | None,
+    ) -> None:
+        """Compiles and captures, over an empty batch: nothing of any session changes.
+
+        Args:
+            weights: the model.
+            store: the sessions' memory.
+            key: what for.
+            arena: memory that all runs share; a run that needs more (many programs that share trees) takes its own.
+            entries: likewise.
+            pool: of the memory that graphs take while they are captured; None where there are none.
+        """
+        self._weights, self._store, self._samples = weights, store, key.samples
+        config, dtype, serial = weights.config, weights.dtype, key.choice.kernel == "serial"
+        needed = PassBuffers.nbytes(config, dtype, key.bucket, layers=len(key.layers), serial=serial)
+        if needed > len(arena):
+            log.info("pass_memory_apart", bytes=needed, sessions=key.bucket.sessions, rows=key.bucket.rows)
+            arena = torch.empty(needed, dtype=torch.uint8, device=arena.device)
+        self.buffers = PassBuffers(config, dtype, key.bucket, arena, entries, layers=key.layers, serial=serial)
+        self._verify = verify_of(key.choice, self.buffers)
+        self._graph = torch.cuda.CUDAGraph() if weights.device.type == "cuda" else None
+        if self._graph is not None:
+            self._launch()  # compiles
+            torch.cuda.synchronize(weights.device)
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._launch()
+            self._done = torch.cuda.Event()
+
+    def launch(self, entries: NDArray[np.int32] | None) -> None:
+        """Runs what the buffers hold and waits, if tokens are sampled; `entries` are the logits to change before."""
+        buffers = self.buffers
+        if entries is not None and len(entries) > buffers.entries.capacity:
+            self._launch_in_rounds(entries)
+        else:
+            if entries is not None:
+                buffers.entries.put(entries)
+            if self._graph is not None:
+                self._graph.replay()
+                buffers.upload.sent()
+            else:
+                self._launch()
+        if self._graph is not None and entries is not None:
+            self._done.record()
+            self._done.synchronize()
+
+    def _launch(self) -> None:
+        self.buffers.upload.send()
+        run_rows(self._weights, self._store, self.buffers, self._verify)
+        if self._samples:
+            run_head(self._weights, self.buffers)
+            adjust_and_sample(self.buffers)
+            self.buffers.fetch()
+
+    def _launch_in_rounds(self, entries: NDArray[np.int32]) -> None:
+        """For more changes than one launch takes: each changes other logits, so their order does not count."""
+        buffers = self.buffers
+        buffers.upload.send()
+        run_rows(self._weights, self._store, buffers, self._verify)
+        run_head(self._weights, buffers)
+        room = buffers.entries.capacity
+        for first in range(0, len(entries), room):
+            buffers.entries.put(entries[first : first + room])
+            adjust_logits(buffers.activations.logits, buffers.entries)
+        sample(buffers.activations.logits, buffers.sampler, buffers.sampled, buffers.errors)
+        buffers.fetch()
