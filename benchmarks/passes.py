@@ -103,7 +103,7 @@ class Runner:
             if not (self._shape.right and row in right_rows):
                 token = next(
                     t
-                    for t in range(self._engine.target.weights.config.vocab_size)
+                    for t in range(self._engine.target.config.vocab_size)
                     if t != token and (parent, t) not in seen
                 )
             seen.add((parent, token))

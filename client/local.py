@@ -38,7 +38,7 @@ class Local(BlockingGenerator):
         Args:
             target: folder of the checkpoint; None: the shipped one.
             drafters: those that requests may choose from, the preferred one first; names, or settings.
-            device: "cpu", "cuda" or "auto".
+            device: "cpu", "cuda", or "auto", which is the CPU.
             numerics: "exact" or "fast".
             threads: threads of one operation; set for the whole process.
             verifier: all settings of the engine; then none of the four above may be given.

@@ -18,14 +18,18 @@ class VerifierConfig(ServingConfig):
 
     Engine:
         target: folder of the checkpoint (config.json, *.safetensors, tokenizer.json).
-        device: "cpu", "cuda", or "auto" for the best one that this build supports.
+        device: "cpu"; "cuda", an NVIDIA GPU of compute capability 9.0 or later (needs Triton); or "auto", the CPU: a
+            GPU is used where it is asked for.
+        dtype: numbers of weights and activations: "auto", the checkpoint's own on a GPU and float32 on the CPU, which
+            runs no others; "bfloat16", "float16" or "float32".
         numerics: "exact", a token's bits do not depend on what else is in the pass, or "fast".
         cpu_kernels: on a CPU, what runs between the matrix products: "compiled" by numba, or "torch" operations, about
             half as fast. Their bits differ.
         threads: threads of one operation, set for the whole process; 0 for PyTorch's own choice (OMP_NUM_THREADS,
             else the cores), at most 8. On cores that other work keeps busy, 1 is by far the fastest.
         max_sessions: slots, each with its state; fewer if `memory_mib` is less than they take.
-        memory_mib: limit on the sessions' memory in MiB; 0 is none.
+        memory_mib: limit in MiB: on a CPU on the sessions' memory, 0 is none; on a GPU on all that is held there, the
+            weights included, 0 is nine tenths of what is free.
         max_rows: rows of one session in one pass, root included.
         max_prompt_tokens: tokens of one prompt.
         max_new_tokens: tokens of one completion, and the default where a request sets none.
@@ -43,6 +47,7 @@ class VerifierConfig(ServingConfig):
 
     target: Path = SHIPPED_TARGET
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     numerics: Literal["exact", "fast"] = "exact"
     cpu_kernels: Literal["compiled", "torch"] = "compiled"
     threads: int = 0
@@ -67,6 +72,7 @@ class VerifierConfig(ServingConfig):
         self.check_serving()
         object.__setattr__(self, "target", Path(self.target))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _one_of("numerics", self.numerics, ("exact", "fast"))
         _one_of("cpu_kernels", self.cpu_kernels, ("compiled", "torch"))
         _one_of("drafting", self.drafting, ("measured", "unconditional"))

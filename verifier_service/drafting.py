@@ -37,7 +37,7 @@ class DraftDesk:
         self._limits = limits
         self._max_wait_s = max_wait_s
         self._unconditional = unconditional
-        self._hidden_size = engine.target.weights.config.hidden_size
+        self._hidden_size = engine.target.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:

@@ -22,14 +22,12 @@ from specla.kernels.tree import pack
 from specla.rpc.errors import InternalError
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.backend import Backend, PassRows
+from specla.verifier_service.backends import backend_for, memory_of
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.cpu_backend import CpuBackend
+from specla.verifier_service.devices import device_of
 from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
-from specla.verifier_service.memory import MemoryAccount
 from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
-from specla.verifier_service.self_check import prove_exact
 from specla.verifier_service.session import Session, check_opening, sampling_state
-from specla.verifier_service.state import StateStore
 from specla.verifier_service.target import Target
 
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
@@ -47,22 +45,22 @@ class Engine:
     """
 
     def __init__(self, config: VerifierConfig, backend: Backend | None = None) -> None:
-        """Load the target and prove that this build keeps exact mode's promise. Sets the process's thread count.
+        """Load the target and prove that device and build keep exact mode's promise. On CPUs, sets the thread count.
 
         `backend` stands in for the one that the configuration's device has.
 
         Raises:
             UnsupportedModelError: a checkpoint or a device that cannot be run.
-            InvalidRequestError: a memory limit that holds no session.
-            InternalError: this build of PyTorch does not keep exact mode's promise.
+            InvalidRequestError: a device that is not there, a memory limit that holds no session.
+            InternalError: exact mode's promise is not kept here.
         """
-        torch.set_num_threads(config.threads or min(torch.get_num_threads(), MOST_THREADS))
+        if device_of(config) == "cpu":
+            torch.set_num_threads(config.threads or min(torch.get_num_threads(), MOST_THREADS))
         self.config = config
         self.target = Target.load(config)
-        model = self.target.weights.config
-        self.memory = MemoryAccount.of(model, self.target.weight_bytes)
+        self.memory = memory_of(config, self.target)
         self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
-        self._backend = backend or self._cpu_backend()
+        self._backend = backend or backend_for(config, self.target, self.max_sessions)
         self._sessions: set[Session] = set()
 
     @property
@@ -95,7 +93,7 @@ class Engine:
             PromptTooLongError: more prompt tokens than max_prompt_tokens.
             CapacityError: no slot is free.
         """
-        model = self.target.weights.config
+        model = self.target.config
         check_opening(prompt_ids, resumed_ids, stopping, model.vocab_size, self.config.max_prompt_tokens)
         state = sampling_state(sampling, model.vocab_size, prompt_ids, resumed_ids)
         ring = None
@@ -159,7 +157,7 @@ class Engine:
             FeatureWindow; possibly fewer positions than asked for, or none.
         """
         if session.feature_ring is None:
-            return FeatureSlice(from_position, torch.zeros(0, 0, self.target.weights.config.hidden_size))
+            return FeatureSlice(from_position, torch.zeros(0, 0, self.target.config.hidden_size))
         return session.feature_ring.read(from_position, min(to_position, session.committed_len - 1))
 
     def measure_pass_times(self, rows: Sequence[int] = MEASURED_ROWS, repeats: int = 3) -> dict[int, float]:
@@ -193,16 +191,10 @@ class Engine:
         for session in list(self._sessions):
             self.release(session)
 
-    def _cpu_backend(self) -> CpuBackend:
-        store = StateStore(self.target.weights.config, self.max_sessions)
-        if self.config.numerics == "exact":
-            prove_exact(self.target.weights, store, self.config.max_rows)
-        return CpuBackend(self.target.weights, store)
-
     def _scratch_session(self) -> Session:
         """A session without end in the slot that no caller ever gets."""
         self._backend.clear(self._backend.scratch_slot)
-        sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.weights.config.vocab_size)
+        sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.config.vocab_size)
         return Session(b"", self._backend.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
 
     def _check_items(self, items: Sequence[PassItem]) -> list[int]:

@@ -10,7 +10,7 @@ CAPABILITIES = ("features", "top_k", "draft_ahead", "resume")
 
 def limits_of(engine: Engine) -> Limits:
     """What a verifier with this engine accepts."""
-    model, config = engine.target.weights.config, engine.config
+    model, config = engine.target.config, engine.config
     return Limits(
         vocab_size=model.vocab_size,
         num_layers=model.num_hidden_layers,
@@ -24,7 +24,7 @@ def limits_of(engine: Engine) -> Limits:
 
 def describe(engine: Engine, limits: Limits, verifier_id: str) -> verifier_pb2.GetTargetResponse:
     """Who this verifier is, but for its address."""
-    model = engine.target.weights.config
+    model = engine.target.config
     return verifier_pb2.GetTargetResponse(
         verifier_id=verifier_id,
         model=engine.target.model_name,

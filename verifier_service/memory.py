@@ -1,16 +1,36 @@
 """How many bytes a verifier takes, and how many slots a limit allows."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 FLOAT32 = 4
+MIB = 1 << 20
+
+
+class Memory(Protocol):
+    """What a target takes on its device."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+
+    def session_bytes(self, max_rows: int) -> int:
+        """Bytes that one more session of up to so many rows a pass takes."""
+
+    def slots(self, max_sessions: int, max_rows: int, limit_mib: int) -> int:
+        """How many sessions fit, at most max_sessions; a limit of 0 leaves it to the device.
+
+        Raises:
+            InvalidRequestError: not even one fits the limit.
+        """
 
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Bytes by purpose.
+    """Bytes by purpose, on CPUs.
 
     Attributes:
         weights: the prepared weights.
@@ -36,7 +56,7 @@ class MemoryAccount:
         return self.state_per_session + 2 * max_rows * self.factors_per_row
 
     def slots(self, max_sessions: int, max_rows: int, limit_mib: int) -> int:
-        """How many sessions fit, at most max_sessions.
+        """How many sessions fit, at most max_sessions; the limit is on the sessions alone, 0 is none.
 
         Raises:
             InvalidRequestError: not even one fits the limit.
@@ -44,11 +64,11 @@ class MemoryAccount:
         if limit_mib == 0:
             return max_sessions
         needed = self.session_bytes(max_rows)
-        fitting = (limit_mib << 20) // needed
+        fitting = limit_mib * MIB // needed
         if fitting < 1:
             raise InvalidRequestError(
                 "memory_mib",
                 f"{limit_mib} MiB hold no session",
-                hint=f"Give at least {-(-needed >> 20)} MiB, or 0 for no limit",
+                hint=f"Give at least {-(-needed // MIB)} MiB, or 0 for no limit",
             )
         return min(max_sessions, fitting)

@@ -1,22 +1,29 @@
-"""Exact mode's promise, proved at start-up on the build, processor and weights at hand."""
+"""Exact mode's promise, proved at start-up on the build, device and weights at hand."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specla.kernels.dense import DenseError, verify_row_independence
 from specla.kernels.exactness import InexactBuildError, check_exactness
+from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.rpc.errors import InternalError
+from specla.verifier_service.backend import Backend, PassRows
+from specla.verifier_service.cpu_backend import CpuBackend
 from specla.verifier_service.state import StateStore
-from specla.verifier_service.targets.gated_deltanet import PassFactors, TargetWeights
-from specla.verifier_service.targets.tree_pass import tree_pass
+from specla.verifier_service.targets.gated_deltanet import TargetWeights
 
 CHECKED_ROWS = (2, 3, 5, 8, 13, 17, 32)
-STATE_SCALE = 0.1
+TEXT = 8  # tokens before the rows that are compared
 
 
 def prove_exact(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
-    """Check every operation at the model's shapes, then whole passes of this model.
+    """On a CPU: check every operation at the model's shapes, then whole passes of this model.
 
     Raises:
         InternalError: some row's bits depended on the rows beside it.
@@ -35,49 +42,87 @@ def prove_exact(weights: TargetWeights, store: StateStore, max_rows: int) -> Non
             )
     except (DenseError, InexactBuildError) as error:
         raise _broken_promise(str(error)) from None
-    _compare_passes(weights, store, max_rows)
+    prove_passes(CpuBackend(weights, store), config.vocab_size, max_rows)
 
 
 def _broken_promise(what: str) -> InternalError:
     return InternalError(
         what,
-        hint="Exact mode cannot be kept here: choose numerics 'fast', or another build or thread count",
+        hint="Exact mode cannot be kept here: choose numerics 'fast', or another build, device or thread count",
         metadata={"torch": torch.__version__, "threads": str(torch.get_num_threads())},
     )
 
 
 @torch.inference_mode()
-def _compare_passes(weights: TargetWeights, store: StateStore, max_rows: int) -> None:
-    """Run two tokens through passes of several shapes, from one random state: their logits must be equal everywhere.
+def prove_passes(backend: Backend, vocab_size: int, max_rows: int) -> None:
+    """Run a root and a candidate through passes of several shapes, behind one text: their logits must be equal
+    everywhere, whatever lies beside them, and whether or not the tokens before them are committed.
 
-    Uses the store's scratch slot; leaves it empty.
+    Uses the scratch slot and a free one; leaves both empty.
+
+    Raises:
+        InternalError: some row's bits depended on the rows beside it.
     """
-    slot, vocab = store.scratch_slot, weights.config.vocab_size
-    random = torch.Generator().manual_seed(0)
-    for x in (store.recurrent_state[slot], store.conv_state[slot]):
-        x.copy_(torch.randn(x.shape, generator=random) * STATE_SCALE)
-    root, candidate = (int(i) for i in torch.randint(vocab, (2,), generator=random))
+    slot, random = backend.scratch_slot, torch.Generator().manual_seed(0)
+    *text, root, candidate = torch.randint(vocab_size, (TEXT + 2,), generator=random).tolist()
 
-    def run(root: int, candidates: Topology) -> tuple[torch.Tensor, PassFactors]:
-        tokens = torch.tensor([root, *[candidate] * (len(candidates) - 1)])
-        out = tree_pass(weights, tokens, pack([candidates]), store.recurrent_state, store.conv_state, [slot])
-        assert out.logits is not None
-        return out.logits, out.factors
+    def logits(candidates: Topology, tokens: list[int]) -> NDArray[np.float32]:
+        out = _run(backend, vocab_size, [slot], [candidates], tokens)
+        return np.stack([out.logits(row) for row in range(len(tokens))])
 
-    expected = torch.cat((run(root, _siblings(0))[0], run(root, _siblings(1))[0][1:]))  # the root, then the candidate
+    backend.clear(slot)
+    text = text[:max_rows]
+    _run(backend, vocab_size, [slot], [_chain(len(text))], text).take(0, range(len(text)))
+    expected = logits(_siblings(0), [root])
+    if max_rows > 1:
+        expected = np.concatenate((expected, logits(_siblings(1), [root, candidate])[1:]))
     for rows in dict.fromkeys((*(n for n in CHECKED_ROWS if n < max_rows), max_rows)):
-        if rows < 2:
-            continue
-        found, _ = run(root, _siblings(rows - 1))
-        if not (torch.equal(found[0], expected[0]) and torch.equal(found[1:], expected[1:].expand(rows - 1, -1))):
-            raise _broken_promise(f"with this build of PyTorch a token's bits depend on the {rows} rows of its pass")
-    below, factors = run(root, Topology.from_wire([-1, 0]))
-    factors.apply(store.recurrent_state, store.conv_state, [slot], [[0, 1]])
-    after, _ = run(candidate, _siblings(0))
-    if not torch.equal(after[0], below[2]):
-        raise _broken_promise("here a token's bits depend on whether the tokens before it are committed")
-    store.clear(slot)
+        found = logits(_siblings(rows - 1), [root, *[candidate] * (rows - 1)])
+        if not (_same_bits(found[0], expected[0]) and all(_same_bits(row, expected[1]) for row in found[1:])):
+            raise _broken_promise(f"here a token's bits depend on the {rows} rows of its pass")
+    _compare_beside(backend, vocab_size, [root, candidate][:max_rows], expected)
+    tokens = [root, candidate, candidate][:max_rows]
+    out = _run(backend, vocab_size, [slot], [_chain(len(tokens))], tokens)
+    below = out.logits(len(tokens) - 1).copy()
+    if len(tokens) > 1:
+        out.take(0, range(len(tokens) - 1))
+        if not _same_bits(logits(_siblings(0), tokens[-1:])[0], below):
+            raise _broken_promise("here a token's bits depend on whether the tokens before it are committed")
+    backend.clear(slot)
+
+
+def _compare_beside(backend: Backend, vocab_size: int, tokens: list[int], expected: NDArray[np.float32]) -> None:
+    """The same rows behind another session's."""
+    other, tree = backend.acquire(), _siblings(len(tokens) - 1)
+    out = _run(backend, vocab_size, [other, backend.scratch_slot], [tree, tree], [*reversed(tokens), *tokens])
+    found = [out.logits(len(tokens) + row) for row in range(len(tokens))]
+    backend.release(other)
+    if not all(map(_same_bits, found, expected)):
+        raise _broken_promise("here a token's bits depend on the sessions in its pass")
+
+
+def _run(
+    backend: Backend, vocab_size: int, slots: Sequence[int], trees: Sequence[Topology], tokens: Sequence[int]
+) -> PassRows:
+    """One pass whose rows all sample."""
+    batch = pack(trees)
+    sampling = RowSampling(
+        sessions=[SessionSampling(SamplingParams(temperature=0.0), vocab_size) for _ in slots],
+        row_session=[index for index, tree in enumerate(trees) for _ in range(len(tree))],
+        positions=batch.depths,
+        parent_row=() if batch.roots_only else batch.parents,
+        row_tokens=tokens,
+    )
+    return backend.run(slots, batch, tokens, sampling)
+
+
+def _same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
+    return np.array_equal(a.view(np.int32), b.view(np.int32))
 
 
 def _siblings(count: int) -> Topology:
     return Topology.from_wire([-1] * count)
+
+
+def _chain(rows: int) -> Topology:
+    return Topology.from_wire(range(-1, rows - 2))

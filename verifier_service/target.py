@@ -1,21 +1,30 @@
-"""A loaded target: prepared weights, and the names by which others know it."""
+"""A loaded target: its weights on their device, and the names by which others know it."""
 
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from specla.kernels.dense import numerics_tag
 from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.devices import device_of, dtype_of
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
-from specla.verifier_service.targets.weights import load_checkpoint
+from specla.verifier_service.targets.weights import Checkpoint, load_checkpoint
+
+if TYPE_CHECKING:
+    from specla.verifier_service.gpu.weights import GpuWeights
 
 ARITHMETIC = 2
-"""Raised whenever a change of the code changes the bits of a text."""
+"""Raised whenever a change of the code changes the bits of a text on a CPU."""
+
+GPU_ARITHMETIC = 1
+"""The same for a GPU."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +32,16 @@ class Target:
     """What a verifier runs.
 
     Attributes:
-        weights: ready for passes.
+        config: the model's shape.
+        weights: ready for passes, on their device.
         weight_bytes: bytes they take.
         model_name: for people.
-        numerics_id: equal ids give equal bits for equal requests: device class, dtype, mode, build and weights.
+        numerics_id: equal ids give equal bits for equal requests: device, dtype, mode, build and weights.
         tokenizer_hash: SHA-256 of tokenizer.json, hexadecimal.
     """
 
-    weights: TargetWeights
+    config: GatedDeltaNetConfig
+    weights: "TargetWeights | GpuWeights"
     weight_bytes: int
     model_name: str
     numerics_id: str
@@ -38,28 +49,47 @@ class Target:
 
     @classmethod
     def load(cls, config: VerifierConfig) -> "Target":
-        """Load a checkpoint for the configured device and mode, and for PyTorch's present number of threads.
+        """Load a checkpoint for the configured device and mode; on a CPU for PyTorch's present number of threads.
 
         Raises:
-            InvalidRequestError: a device that is not supported.
+            InvalidRequestError: a device that is not there or has no room, a dtype that it does not run.
             UnsupportedModelError: a checkpoint that cannot be run.
         """
-        if config.device == "cuda":
-            raise InvalidRequestError("device", "device is 'cuda'", hint="This version runs targets on 'cpu'")
-        folder = config.target
+        device, folder = device_of(config), config.target
         model = GatedDeltaNetConfig.from_folder(folder)
         tokenizer = folder / "tokenizer.json"
         if not tokenizer.is_file():
             raise UnsupportedModelError(f"{tokenizer} does not exist", hint="A target needs its tokenizer.json")
         checkpoint = load_checkpoint(folder, model)
-        weights = prepare(model, checkpoint.tensors, config.numerics, config.cpu_kernels)
+        weights: TargetWeights | GpuWeights
+        if device == "cuda":
+            weights = _on_gpu(config, model, checkpoint)
+            numerics_id = _gpu_numerics_id(config, weights.dtype, checkpoint.digest)
+        else:
+            weights = prepare(model, checkpoint.tensors, config.numerics, config.cpu_kernels)
+            numerics_id = _numerics_id(config, weights, checkpoint.digest)
         return cls(
+            config=model,
             weights=weights,
             weight_bytes=weights.nbytes,
             model_name=_model_name(folder),
-            numerics_id=_numerics_id(config, weights, checkpoint.digest),
+            numerics_id=numerics_id,
             tokenizer_hash=hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
         )
+
+
+def _on_gpu(config: VerifierConfig, model: GatedDeltaNetConfig, checkpoint: Checkpoint) -> "GpuWeights":
+    from specla.verifier_service.gpu.weights import GpuWeights
+
+    try:
+        return GpuWeights.load(model, checkpoint.tensors, dtype_of(config, checkpoint.tensors), "cuda")
+    except torch.OutOfMemoryError:
+        free, total = (size >> 20 for size in torch.cuda.mem_get_info())
+        raise InvalidRequestError(
+            "device",
+            f"the weights do not fit the GPU, which has {free} of {total} MiB free",
+            hint="Free some, take a larger device or a 16-bit dtype, or choose device 'cpu'",
+        ) from None
 
 
 def _model_name(folder: Path) -> str:
@@ -76,6 +106,21 @@ def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) ->
         weights.kernels,
         numerics_tag(weights.dense_weights()),
         f"threads-{torch.get_num_threads()}",
+        f"chunk-{config.prefill_chunk}",
+        digest[:16],
+    )
+    return "/".join(parts)
+
+
+def _gpu_numerics_id(config: VerifierConfig, dtype: torch.dtype, digest: str) -> str:
+    parts = (
+        "cuda",
+        torch.cuda.get_device_name(),
+        str(dtype).removeprefix("torch."),
+        config.numerics,
+        f"arithmetic-{GPU_ARITHMETIC}",
+        f"torch-{torch.__version__}",
+        f"triton-{version('triton')}",
         f"chunk-{config.prefill_chunk}",
         digest[:16],
     )

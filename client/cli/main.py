@@ -112,7 +112,7 @@ def _generate(
     target: Annotated[
         str | None, typer.Option(envvar="SPECLA_TARGET", metavar="DIR", help="Model folder.", show_default="shipped")
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda", help="Where it runs; auto is the CPU.")] = None,
     numerics: Annotated[str | None, typer.Option(metavar="exact|fast", help="Kind of arithmetic.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of one operation.")] = None,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning",
@@ -150,7 +150,7 @@ def _generate(
 @app.command("doctor", help="Say what device, versions and model are found, and whether they work.")
 def _doctor(
     target: Annotated[str | None, typer.Option(envvar="SPECLA_TARGET", metavar="DIR", help="Model folder.")] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run; auto is the CPU.")] = "auto",
 ) -> None:
     from specla.client.cli.doctor import doctor
 

@@ -62,7 +62,7 @@ def open_ready(
     stop_ids: Sequence[int] = (),
     budget: int = 1 << 20,
 ) -> Session:
-    eos = frozenset(engine.target.weights.config.eos_token_ids)
+    eos = frozenset(engine.target.config.eos_token_ids)
     stopping = Stopping(max_tokens=max_tokens, stop_ids=frozenset(stop_ids), ignore_eos=ignore_eos, eos_ids=eos)
     session = engine.open(b"s" * 16, prompt, resumed, sampling, stopping, keep)
     while not engine.prefill(session, budget):
@@ -72,7 +72,7 @@ def open_ready(
 
 def step(engine: Engine, sessions: Sequence[Session], texts: Sequence[Text], drafters: Sequence[Drafter]) -> None:
     """One pass over these sessions, every log-probability reported."""
-    vocab = engine.target.weights.config.vocab_size
+    vocab = engine.target.config.vocab_size
     items = []
     for session, drafter in zip(sessions, drafters, strict=True):
         parents, tokens = drafter(session)

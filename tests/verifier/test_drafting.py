@@ -26,11 +26,11 @@ MakeVerifier = Callable[..., Scheduler]
 
 
 @pytest.fixture
-def make_verifier(tiny_target: Path) -> Iterator[MakeVerifier]:
+def make_verifier(tiny_target: Path, device: str) -> Iterator[MakeVerifier]:
     running: list[Scheduler] = []
 
     def make(clock: HandClock | None = None, times: dict[int, float] = TIMES, **settings: Any) -> Scheduler:
-        config = VerifierConfig(target=tiny_target, **{"threads": 1, "max_sessions": 4, **settings})
+        config = VerifierConfig(target=tiny_target, **{"threads": 1, "max_sessions": 4, "device": device, **settings})
         if clock is None:
             verifier = Scheduler(Engine(config), config)
         else:

@@ -38,8 +38,8 @@ VOCAB = 320
 
 
 @pytest.fixture
-def engine(tiny_target: Path) -> Engine:
-    return engine_of(tiny_target)
+def engine(tiny_target: Path, device: str) -> Engine:
+    return engine_of(tiny_target, device=device)
 
 
 def right_chain(answer: list[int], session: Session) -> tuple[list[int], list[int]]:
@@ -52,11 +52,18 @@ def one(engine: Engine, session: Session, parents: list[int], tokens: list[int],
     return result
 
 
+def spoil_state(engine: Engine, slot: int) -> None:
+    """One number of the first layer's state is none any more."""
+    store = engine._backend.store  # type: ignore[attr-defined]
+    first = store.recurrent_state[slot, 0] if engine.config.device != "cuda" else store.states[0, slot]
+    first[0, 0, 0] = float("nan")
+
+
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_greedy_text_equals_a_full_recompute(tiny_target_of: Callable[..., Path], numerics: str) -> None:
+def test_greedy_text_equals_a_full_recompute(tiny_target_of: Callable[..., Path], numerics: str, device: str) -> None:
     target = tiny_target_of(v_heads=4, expand_v=2.0, neg_eigval=True)
     prompt = random_prompt(VOCAB, 40, seed=1)
-    text = generate(engine_of(target, numerics), prompt)
+    text = generate(engine_of(target, numerics, device=device), prompt)
     reference = ReferenceModel(target)
     logits = reference.logits([*prompt, *text.tokens])[len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == text.tokens
@@ -65,8 +72,8 @@ def test_greedy_text_equals_a_full_recompute(tiny_target_of: Callable[..., Path]
         assert found.chosen == pytest.approx(float(row.max()), abs=2e-5)
 
 
-def test_fast_mode_gives_the_same_text_with_drafts(tiny_target_of: Callable[..., Path]) -> None:
-    engine = engine_of(tiny_target_of(v_heads=4), "fast")
+def test_fast_mode_gives_the_same_text_with_drafts(tiny_target_of: Callable[..., Path], device: str) -> None:
+    engine = engine_of(tiny_target_of(v_heads=4), "fast", device=device)
     prompt = random_prompt(VOCAB, 30, seed=2)
     plain = generate(engine, prompt)
     drafted = generate(engine, prompt, drafter_from(plain.tokens, VOCAB, 1, 0.7))
@@ -108,8 +115,7 @@ def test_the_last_accepted_candidate_may_end_the_text(engine: Engine) -> None:
     engine.release(session)
 
 
-def test_end_of_text_ids(tiny_target: Path) -> None:
-    engine = engine_of(tiny_target)
+def test_end_of_text_ids(engine: Engine) -> None:
     prompt = random_prompt(VOCAB, 12, seed=4)
     bias = SamplingParams(temperature=0.0, logit_bias={0: 100.0})
     assert generate(engine, prompt, sampling=bias, ignore_eos=False).tokens == [0]
@@ -121,7 +127,7 @@ def test_a_session_whose_logits_are_no_numbers_fails_alone(engine: Engine) -> No
     expected = generate(engine, prompt)
     sick, well, text = open_ready(engine, prompt), open_ready(engine, prompt), Text()
     assert sick.slot is not None
-    engine._backend.store.recurrent_state[sick.slot, 0, 0, 0, 0] = float("nan")
+    spoil_state(engine, sick.slot)
     committed = list(sick.tokens)
     results = engine.run_pass([PassItem(s, Topology.root_only(), (), VOCAB) for s in (sick, well)])
     assert isinstance(results[0].error, InternalError)
@@ -158,7 +164,7 @@ def test_features_are_those_of_the_committed_text(engine: Engine) -> None:
     assert drafted.from_position + len(drafted.values) == last + 1
     assert torch.equal(plain.values[start - plain.from_position :], drafted.values[start - drafted.from_position :])
     logits = ReferenceModel(engine.config.target).logits([*prompt, *answer])
-    head = engine.target.weights.embeddings.double()
+    head = engine.target.weights.embeddings.cpu().double()
     assert torch.allclose(plain.values[:, 2].double() @ head.T, logits[plain.from_position : last + 1], atol=1e-4)
 
 
@@ -186,8 +192,8 @@ def test_log_probabilities_on_request(engine: Engine) -> None:
     engine.release(session)
 
 
-def test_slots_run_out_and_come_back(tiny_target: Path) -> None:
-    engine = engine_of(tiny_target, max_sessions=2)
+def test_slots_run_out_and_come_back(tiny_target: Path, device: str) -> None:
+    engine = engine_of(tiny_target, max_sessions=2, device=device)
     first, second = (open_ready(engine, [1, 2, 3]) for _ in range(2))
     with pytest.raises(CapacityError) as error:
         open_ready(engine, [1])
@@ -259,20 +265,20 @@ def test_pass_times_are_measured_beside_open_sessions(engine: Engine) -> None:
     assert text.logprobs == expected.logprobs
 
 
-def test_names_of_a_target(tiny_target: Path, tiny_target_of: Callable[..., Path]) -> None:
-    exact, fast = engine_of(tiny_target).target, engine_of(tiny_target, "fast").target
-    other = engine_of(tiny_target_of(seed=1)).target
+def test_names_of_a_target(tiny_target: Path, tiny_target_of: Callable[..., Path], device: str) -> None:
+    exact, fast = (engine_of(tiny_target, numerics, device=device).target for numerics in ("exact", "fast"))
+    other = engine_of(tiny_target_of(seed=1), device=device).target
     assert len({exact.numerics_id, fast.numerics_id, other.numerics_id}) == 3
+    assert exact.numerics_id.startswith(f"{device}/")
+    assert "/float32/exact/" in exact.numerics_id  # the tiny target's own numbers
     assert exact.tokenizer_hash == other.tokenizer_hash
     assert len(exact.tokenizer_hash) == 64
     assert exact.model_name == tiny_target.name
 
 
-def test_devices_and_folders_that_are_refused(tiny_target: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="cuda"):
-        Engine(VerifierConfig(target=tiny_target, device="cuda"))
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(UnsupportedModelError, match="does not exist"):
-        Engine(VerifierConfig(target=tmp_path / "nowhere"))
+        Engine(VerifierConfig(target=tmp_path / "nowhere", device=device))  # type: ignore[arg-type]
 
 
 def test_a_prompt_of_one_token_needs_no_prefill(engine: Engine) -> None:

@@ -36,11 +36,11 @@ MakeVerifier = Callable[..., Scheduler]
 
 
 @pytest.fixture
-def make_verifier(tiny_target: Path) -> Iterator[MakeVerifier]:
+def make_verifier(tiny_target: Path, device: str) -> Iterator[MakeVerifier]:
     running: list[Scheduler] = []
 
     def make(clock: HandClock | None = None, **settings: Any) -> Scheduler:
-        config = VerifierConfig(target=tiny_target, **{"threads": 1, "max_sessions": 4, **settings})
+        config = VerifierConfig(target=tiny_target, **{"threads": 1, "max_sessions": 4, "device": device, **settings})
         verifier = Scheduler(Engine(config), config, **({"clock": clock} if clock else {}))
         running.append(verifier.start(PassTimes(TIMES)))
         return verifier

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,17 @@ from generations import engine_of
 from safetensors.torch import load_file, save_file
 
 from specla.kernels.dense import DenseWeight
+from specla.kernels.gpu.selector import Selector
 from specla.rpc.errors import InternalError
-from specla.verifier_service.self_check import prove_exact
+from specla.verifier_service.cpu_backend import CpuBackend, CpuPassRows
+from specla.verifier_service.gpu.backend import GpuBackend
+from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.self_check import prove_exact, prove_passes
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets import compiled_pass, torch_pass
-from specla.verifier_service.targets.gated_deltanet import Linear, PassFactors
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
+from specla.verifier_service.targets.gated_deltanet import Linear, PassFactors, TargetWeights
+from specla.verifier_service.targets.weights import load_checkpoint
 
 
 @pytest.mark.parametrize("form", [compiled_pass, torch_pass])
@@ -63,6 +70,46 @@ def test_a_commit_of_other_bits_is_found(tiny_target: Path, monkeypatch: pytest.
         prove_exact(weights, StateStore(weights.config, 1), max_rows=33)
 
 
+class SpoilsCompany(CpuBackend):
+    """Bits of a session's rows depend on the sessions before it."""
+
+    def run(self, slots: Sequence[int], *how: Any, **more: Any) -> CpuPassRows:
+        out = super().run(slots, *how, **more)
+        assert out._out.logits is not None
+        out._out.logits[-1, 0] += 2.0**-20 * (len(slots) - 1)
+        return out
+
+
+def test_a_pass_whose_bits_depend_on_its_sessions_is_found(tiny_target: Path) -> None:
+    weights = engine_of(tiny_target).target.weights
+    assert isinstance(weights, TargetWeights)
+    backend = SpoilsCompany(weights, StateStore(weights.config, 1))
+    with pytest.raises(InternalError, match="the sessions in its pass"):
+        prove_passes(backend, 320, max_rows=5)
+
+
+def test_passes_of_one_row(tiny_target: Path) -> None:
+    """Passes of one row are compared with the same pass behind another session's."""
+    weights = engine_of(tiny_target).target.weights
+    assert isinstance(weights, TargetWeights)
+    store = StateStore(weights.config, 1)
+    prove_passes(CpuBackend(weights, store), 320, max_rows=1)
+    assert store.free_slots == 1
+    assert not store.recurrent_state.any()
+
+
+@pytest.mark.slow
+def test_the_gpus_passes_keep_the_promise(tiny_target: Path) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    model = GatedDeltaNetConfig.from_folder(tiny_target)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = GpuWeights.load(model, load_checkpoint(tiny_target, model).tensors, torch.float32, place)
+    backend = GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=1, max_rows=3)
+    prove_passes(backend, model.vocab_size, max_rows=3)
+    assert backend.free_slots == 1
+    assert not backend.store.states.any()
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("width", [2, 3, 5, 7, 8])
 def test_exact_mode_runs_convolutions_of_any_width(
@@ -80,4 +127,4 @@ def test_exact_mode_runs_convolutions_of_any_width(
     save_file(tensors, folder / "model.safetensors")
     engine = engine_of(folder, cpu_kernels=kernels)  # proves itself
     assert engine.config.numerics == "exact"
-    assert engine.target.weights.config.conv_size == width
+    assert engine.target.config.conv_size == width

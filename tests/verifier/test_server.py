@@ -12,6 +12,7 @@ from verifier_harness import Coordinator, Drafter, new_session_id
 from specla.rpc.channel import from_rpc_error, open_channel
 from specla.rpc.errors import (
     AttachRefusedError,
+    CapacityError,
     InvalidRequestError,
     PromptTooLongError,
     ServiceUnavailableError,
@@ -30,8 +31,9 @@ Result = TypeVar("Result")
 
 
 @pytest.fixture
-async def server(tiny_target: Path) -> AsyncIterator[VerifierServer]:
-    server = await serve_verifier(VerifierConfig(target=tiny_target, threads=1, max_sessions=4, drain_s=0.5))
+async def server(tiny_target: Path, device: str) -> AsyncIterator[VerifierServer]:
+    config = VerifierConfig(target=tiny_target, device=device, threads=1, max_sessions=4, drain_s=0.5)  # type: ignore[arg-type]
+    server = await serve_verifier(config)
     yield server
     await server.stop()
 
@@ -106,6 +108,23 @@ async def test_broken_items_have_a_status_each_and_the_stream_lives(verifier: Re
         assert from_status(drafter.answer(stranger).error).code == "NOT_FOUND"
         coordinator.command(unharmed, credit=verifier_pb2.Credit(up_to_len=100))
         assert len(coordinator.finish(unharmed)) == 30
+
+    await apart(work)
+
+
+async def test_a_full_verifier_says_when_to_come_again(verifier: RemoteVerifier) -> None:
+    def work() -> None:
+        coordinator = Coordinator(verifier)
+        held = [coordinator.start(PROMPT, credit=0) for _ in range(4)]
+        for session in held:
+            coordinator.wait_for(session, "prefilled")
+        refused = coordinator.failure(coordinator.start(PROMPT))
+        assert isinstance(refused, CapacityError)
+        assert refused.code == "RESOURCE_EXHAUSTED"
+        assert refused.retry_after_s > 0
+        coordinator.command(held[0], cancel=verifier_pb2.Cancel())
+        coordinator.wait_for(held[0], "failed")
+        assert len(coordinator.finish(coordinator.start(PROMPT))) == 16
 
     await apart(work)
 

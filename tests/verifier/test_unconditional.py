@@ -34,8 +34,14 @@ def test_waits_and_drafters_are_not_given_up() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_worthless_drafts_are_verified_and_change_nothing(tiny_target: Path, temperature: float) -> None:
-    config = VerifierConfig(target=tiny_target, threads=1, drafting="unconditional", max_draft_wait_s=5.0)
+def test_worthless_drafts_are_verified_and_change_nothing(tiny_target: Path, temperature: float, device: str) -> None:
+    config = VerifierConfig(
+        target=tiny_target,
+        device=device,  # type: ignore[arg-type]
+        threads=1,
+        drafting="unconditional",
+        max_draft_wait_s=5.0,
+    )
     with Local(verifier=config, drafters=[DrafterConfig(name="random", max_nodes=6)]) as local:
         texts = [
             local.generate(PROMPT, drafter=drafter, temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)

@@ -1,0 +1,107 @@
+"""Which device a verifier takes: what is refused and how, and that the CPU's engine knows nothing of GPUs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specla.client import Local
+from specla.rpc.errors import InvalidRequestError
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.devices import device_of, dtype_of
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.targets.weights import EMBEDDINGS
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+
+
+@without_cuda
+@pytest.mark.parametrize("make", [lambda config: Engine(config), lambda config: Local(verifier=config)])
+def test_without_a_cuda_device_it_is_refused(tiny_target: Path, make: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="device is 'cuda', but") as caught:
+        make(VerifierConfig(target=tiny_target, device="cuda"))
+    assert caught.value.field == "device"
+    assert "choose device 'cpu'" in caught.value.hint
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    ("missing", "hint"),
+    [
+        ("PyTorch .* is built without CUDA", "Install a CUDA build of PyTorch"),
+        ("no CUDA device is found", "nvidia-smi"),
+        ("Triton is not installed", "Install triton"),
+        ("an old GPU has compute capability 8.6", "9.0 or later"),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, missing: str, hint: str) -> None:
+    """Everything up to the part in question pretends to be there."""
+    monkeypatch.setattr(torch.version, "cuda", None if "PyTorch" in missing else "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "no CUDA" not in missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
+    if "Triton" in missing:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(InvalidRequestError, match=missing) as caught:
+        device_of(VerifierConfig(device="cuda"))
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_cpu_runs_float32_alone(tiny_target: Path, dtype: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="on the CPU") as caught:
+        Engine(VerifierConfig(target=tiny_target, dtype=dtype))
+    assert caught.value.field == "dtype"
+    assert "float32" in caught.value.hint
+    with pytest.raises(InvalidRequestError, match="int8"):
+        VerifierConfig(dtype="int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "held", "wanted"),
+    [
+        ("cpu", "auto", torch.bfloat16, torch.float32),
+        ("auto", "float32", torch.bfloat16, torch.float32),
+        ("cuda", "auto", torch.bfloat16, torch.bfloat16),
+        ("cuda", "auto", torch.float32, torch.float32),
+        ("cuda", "float16", torch.bfloat16, torch.float16),
+        ("cuda", "float32", torch.float16, torch.float32),
+    ],
+)
+def test_the_numbers_of_a_device(device: Any, dtype: Any, held: torch.dtype, wanted: torch.dtype) -> None:
+    assert dtype_of(VerifierConfig(device=device, dtype=dtype), {EMBEDDINGS: torch.zeros(1, dtype=held)}) is wanted
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_an_engine_on_the_cpu_knows_nothing_of_gpus(tiny_target: Path, device: str) -> None:
+    program = (
+        "import sys, torch\n"
+        "torch.cuda.is_available = torch.cuda.mem_get_info = None\n"
+        "from specla.verifier_service.config import VerifierConfig\n"
+        "from specla.verifier_service.engine import Engine\n"
+        "engine = Engine(VerifierConfig(target=sys.argv[1], device=sys.argv[2], threads=1))\n"
+        "assert engine.target.numerics_id.startswith('cpu/float32/'), engine.target.numerics_id\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "parts = [name.split('.') for name in sys.modules]\n"
+        "of_gpus = [name for name in parts if name[0] == 'triton' or name[0] == 'specla' and 'gpu' in name]\n"
+        "assert not of_gpus, of_gpus\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny_target), device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    "arguments", [["generate", "Hello"], ["serve", "verifier", "--port", "0"], ["serve", "all", "--port", "0"]]
+)
+def test_the_command_line_says_so(tiny_target: Path, arguments: list[str]) -> None:
+    program = "import sys; from specla.client.cli.main import run; sys.argv = ['specla', *sys.argv[1:]]; run()"
+    command = [sys.executable, "-c", program, *arguments, "--target", str(tiny_target), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "device is 'cuda', but" in done.stderr
+    assert "choose device 'cpu'" in done.stderr
