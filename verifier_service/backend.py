@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.sampling import RowSampling, Sampled
+from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
 
 
@@ -57,6 +58,9 @@ class Backend(Protocol):
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
+
+    def prepare(self, topologies: Sequence[Topology]) -> None:
+        """Make what passes of such trees need, one a session, before the first comes; nothing where it is made."""
 
     def run(
         self,

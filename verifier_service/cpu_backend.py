@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.sampling import RowSampling, Sampled, sample
+from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.state import PendingPath, StateStore
@@ -47,6 +48,9 @@ class CpuBackend:
         """Give a slot back."""
         self._pending.pop(slot, None)
         self.store.release(slot)
+
+    def prepare(self, topologies: Sequence[Topology]) -> None:
+        """Nothing: every pass runs as it comes."""
 
     def run(
         self,

@@ -165,14 +165,14 @@ class Engine:
 
         Costs `repeats` passes a size, in the engine's own slot: open sessions are not touched.
         """
+        chains = {count: Topology.from_wire(range(-1, count - 2)) for count in rows if count <= self.config.max_rows}
+        for chain in chains.values():
+            self._backend.prepare([chain])
         session = self._scratch_session()
         best: dict[int, float] = {}
         for _ in range(repeats):
-            for count in rows:
-                if count > self.config.max_rows:
-                    continue
-                item = PassItem(session, Topology.from_wire(range(-1, count - 2)), [0] * (count - 1))
-                (result,) = self.run_pass([item])
+            for count, chain in chains.items():
+                (result,) = self.run_pass([PassItem(session, chain, [0] * (count - 1))])
                 best[count] = min(best.get(count, result.seconds), result.seconds)
         self._backend.clear(self._backend.scratch_slot)
         return best
