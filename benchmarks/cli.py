@@ -303,6 +303,33 @@ def kernels(
     _finish(done.report, json)
 
 
+@bench.command("pass")
+def whole_pass(
+    library: Annotated[bool, typer.Option(help="Whether to run flash-linear-attention's model beside ours.")] = True,
+    json: JsonOption = None,
+) -> None:
+    """Whole passes of the 1.47B model on a GPU, with floors and rivals; exits 1 if one is wrong or a goal is missed."""
+    from specla.benchmarks.kernels.device import NoDeviceError
+    from specla.benchmarks.target_pass import run as work
+    from specla.benchmarks.target_pass.checks import WrongPassError
+
+    console = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    def save(made: Report) -> None:
+        if json is not None:
+            made.write(json)
+
+    try:
+        made = work.run(say, save, with_library=library)
+    except (WrongPassError, NoDeviceError) as error:
+        console.print(f"refused: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    _finish(made, json)
+
+
 def _finish(made: Report, json: Path | None) -> None:
     console = Console()
     made.show(console)

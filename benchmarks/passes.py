@@ -102,9 +102,7 @@ class Runner:
             token = self._text[done + level - 1]
             if not (self._shape.right and row in right_rows):
                 token = next(
-                    t
-                    for t in range(self._engine.target.config.vocab_size)
-                    if t != token and (parent, t) not in seen
+                    t for t in range(self._engine.target.config.vocab_size) if t != token and (parent, t) not in seen
                 )
             seen.add((parent, token))
             tokens.append(token)

@@ -44,10 +44,11 @@ class Engine:
         max_sessions: slots, after the memory limit.
     """
 
-    def __init__(self, config: VerifierConfig, backend: Backend | None = None) -> None:
+    def __init__(self, config: VerifierConfig, backend: Backend | None = None, target: Target | None = None) -> None:
         """Load the target and prove that device and build keep exact mode's promise. On CPUs, sets the thread count.
 
-        `backend` stands in for the one that the configuration's device has.
+        `backend` stands in for the one that the configuration's device has, `target` for a checkpoint that is loaded
+        already.
 
         Raises:
             UnsupportedModelError: a checkpoint or a device that cannot be run.
@@ -57,7 +58,7 @@ class Engine:
         if device_of(config) == "cpu":
             torch.set_num_threads(config.threads or min(torch.get_num_threads(), MOST_THREADS))
         self.config = config
-        self.target = Target.load(config)
+        self.target = target or Target.load(config)
         self.memory = memory_of(config, self.target)
         self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
         self._backend = backend or backend_for(config, self.target, self.max_sessions)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,8 @@ L2_TIMES = 3
 
 _LEAST_MS = 2.0  # of one sample: the gap before a graph's first kernel must not count
 _MOST_REPLAYS = 8
-_HEAD_START = 3_000_000  # cycles that the device idles before a sample: by then the host has queued a large graph
+HEAD_START = 3_000_000
+"""Cycles that the device idles before a sample: by then the host has queued a large graph."""
 
 
 class Work(NamedTuple):
@@ -81,7 +82,7 @@ class Graph(NamedTuple):
     def sample(self) -> float:
         """Microseconds of one unit."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(HEAD_START)
         begin.record()
         for _ in range(self.replays):
             self.graph.replay()
@@ -95,7 +96,18 @@ def layers_needed(bytes_of_a_layer: int, l2_bytes: int) -> int:
     return max(2, math.ceil(L2_TIMES * l2_bytes / bytes_of_a_layer))
 
 
-def in_turns(graphs: Sequence[Graph], rounds: int) -> dict[str, list[float]]:
+class Timed(Protocol):
+    """What takes turns: a name, and microseconds of one unit."""
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+
+    def sample(self) -> float:
+        """Microseconds of one unit."""
+
+
+def in_turns(graphs: Sequence[Timed], rounds: int) -> dict[str, list[float]]:
     """Microseconds of each graph's unit, a sample a round; sample r of all comes from the same round."""
     samples: dict[str, list[float]] = {graph.name: [] for graph in graphs}
     if len(samples) != len(graphs):

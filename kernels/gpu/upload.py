@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _ALIGNED = 4  # words: parts begin at multiples of 16 bytes
 
@@ -30,6 +31,8 @@ class Upload:
         """
         self._whole = within
         self._used = 0
+        self._host: Tensor
+        self.buffer: Tensor
         if within is not None:
             first = within._take(words)
             self._host, self.buffer = within._host[first : first + words], within.buffer[first : first + words]
@@ -47,7 +50,8 @@ class Upload:
     def words(self) -> NDArray[np.int32]:
         """The host's side, to be written: waits until a former copy no longer reads it."""
         (self._whole or self)._wait()
-        return self._host.numpy()
+        words: NDArray[np.int32] = self._host.numpy()
+        return words
 
     def send(self, words: int | None = None) -> None:
         """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -47,7 +47,7 @@ class PassRun:
         key: PassKey,
         arena: Tensor,
         entries: LogitEntries,
-        pool: tuple[int, int] | None,
+        pool: Any,
     ) -> None:
         """Compiles and captures, over an empty batch: nothing of any session changes.
 
@@ -57,7 +57,7 @@ class PassRun:
             key: what for.
             arena: memory that all runs share; a run that needs more (many programs that share trees) takes its own.
             entries: likewise.
-            pool: of the memory that graphs take while they are captured; None where there are none.
+            pool: handle of the memory that graphs take while they are captured; None where there are none.
         """
         self._weights, self._store, self._samples = weights, store, key.samples
         config, dtype, serial = weights.config, weights.dtype, key.choice.kernel == "serial"
@@ -83,14 +83,18 @@ class PassRun:
         else:
             if entries is not None:
                 buffers.entries.put(entries)
-            if self._graph is not None:
-                self._graph.replay()
-                buffers.upload.sent()
-            else:
-                self._launch()
+            self.replay()
         if self._graph is not None and entries is not None:
             self._done.record()
             self._done.synchronize()
+
+    def replay(self) -> None:
+        """Starts all launches of a pass over what the buffers hold."""
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
+            self.buffers.upload.sent()
 
     def _launch(self) -> None:
         self.buffers.upload.send()

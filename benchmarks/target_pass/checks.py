@@ -1,0 +1,74 @@
+"""What must be right before anything is timed: at the full shape, on this device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specla.kernels.gpu.selector import Selector
+from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling_params import SamplingParams
+from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
+from specla.verifier_service.gpu.backend import GpuBackend
+from specla.verifier_service.gpu.weights import GpuWeights
+
+TOKENS = 24
+_TOLERANCE = 0.03  # of the largest logit: bfloat16 activations through 24 layers, rounded at other places
+
+
+class WrongPassError(RuntimeError):
+    """A pass gave what it must not."""
+
+
+@torch.inference_mode()
+def check(weights: GpuWeights, selector: Selector) -> float:
+    """Decodes a text row by row, and again as chains and trees of one pass, alone and beside others.
+
+    Returns:
+        How far fast logits are from exact ones, relative to the largest.
+
+    Raises:
+        WrongPassError: exact logits differ in a bit, or fast ones by more than rounding.
+    """
+    plain = _logits(weights, GpuBackend(weights, "exact", selector, slots=4, max_rows=65), [1] * TOKENS)
+    for sizes in ([TOKENS], [1, 15, 8], [5, 5, 5, 5, 4]):
+        found = _logits(weights, GpuBackend(weights, "exact", selector, slots=4, max_rows=65), sizes)
+        if not torch.equal(found, plain):
+            raise WrongPassError(f"exact: logits of passes of {sizes} rows are not those of single rows")
+    fast = _logits(weights, GpuBackend(weights, "fast", selector, slots=4, max_rows=65), [8, 16])
+    error = float((fast - plain).abs().max() / plain.abs().max())
+    if not error < _TOLERANCE:
+        raise WrongPassError(f"fast: logits are off by {error:.1e} of the largest")
+    return error
+
+
+def _logits(weights: GpuWeights, backend: GpuBackend, sizes: Sequence[int]) -> torch.Tensor:
+    """Of TOKENS known tokens in passes of these sizes, some beside a second session's tree: float32 [TOKENS, vocab]."""
+    vocab = weights.config.vocab_size
+    text = [(37 * i + 11) % vocab for i in range(TOKENS)]
+    first, second = backend.acquire(), backend.acquire()
+    found, at = [], 0
+    other = Topology.from_wire([-1, -1, 0, 0, 2])
+    for i, size in enumerate(sizes):
+        chain = Topology.from_wire(range(-1, size - 2))
+        beside = i % 2 == 1
+        batch = pack([other, chain] if beside else [chain])
+        tokens = ([1] * len(other) if beside else []) + text[at : at + size]
+        greedy = SessionSampling(SamplingParams(temperature=0.0), vocab)
+        sampling = RowSampling(
+            sessions=[greedy] * batch.sessions,
+            row_session=batch.row_session.tolist(),
+            positions=list(batch.depths),
+            parent_row=batch.parents,
+            row_tokens=tokens,
+        )
+        out = backend.run([second, first] if beside else [first], batch, tokens, sampling)
+        offset = batch.offsets[-2]
+        found.append(torch.stack([torch.from_numpy(out.logits(offset + row)) for row in range(size)]))
+        out.take(batch.sessions - 1, range(size))
+        if beside:
+            out.take(0, [0, 1])
+        at += size
+    return torch.cat(found)

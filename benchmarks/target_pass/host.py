@@ -1,0 +1,72 @@
+"""The host's part of an iteration: what the GPU waits for between two passes of an engine in this process.
+
+An engine runs passes back to back: items in, tokens out, sessions moved on. What an iteration takes beyond the pass
+itself, timed alone on the device (cases.py), is on the critical path.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from specla.benchmarks.target_pass.cases import SAMPLING, Case
+from specla.kernels.gpu.selector import Mode
+from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.passes import PassItem
+from specla.verifier_service.session import Session
+from specla.verifier_service.target import Target
+
+PASSES = 60
+_WARMING = 20
+
+
+def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) -> Engine:
+    """An engine on weights that are loaded already."""
+    target = Target(
+        config=weights.config,
+        weights=weights,
+        weight_bytes=weights.nbytes,
+        model_name="random weights",
+        numerics_id="random weights",
+        tokenizer_hash="",
+    )
+    config = VerifierConfig(
+        device="cuda",
+        numerics=mode,
+        max_sessions=sessions,
+        max_rows=max_rows,
+        max_batch_rows=max(256, sessions * max_rows),
+        prefill_chunk=2048,
+    )
+    return Engine(config, target=target)
+
+
+def iterations_us(engine: Engine, case: Case, passes: int = PASSES) -> list[float]:
+    """Microseconds of consecutive passes, from call to call."""
+    items = [_item(engine, case, seed) for seed in range(case.sessions)]
+    found = []
+    for _ in range(_WARMING + passes):
+        begun = time.perf_counter()
+        engine.run_pass(items)
+        found.append((time.perf_counter() - begun) * 1e6)
+    for item in items:
+        engine.release(item.session)
+    return found[_WARMING:]
+
+
+def host_us(iterations: Sequence[float], device_us: float) -> float:
+    """What the host adds to a pass."""
+    return statistics.median(iterations) - device_us
+
+
+def _item(engine: Engine, case: Case, seed: int) -> PassItem:
+    """A session that never ends, with candidates that are hardly ever right."""
+    session: Session = engine.open(b"", [1, 2, 3, seed % 1000], [], SAMPLING, Stopping(max_tokens=1 << 30))
+    while not engine.prefill(session, 1 << 20):
+        pass
+    tokens = [(31 * (seed + row) + 5) % 32_000 for row in range(case.rows - 1)]
+    return PassItem(session, case.topology, tokens)
