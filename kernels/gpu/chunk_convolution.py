@@ -1,0 +1,189 @@
+"""The convolution, norms and gates of many consecutive tokens: what convolution.py does for a tree's rows.
+
+A row's taps are the rows before it; above the first row they go on through the raw inputs that the session's pool
+keeps. The last W - 1 rows' raw inputs go to the pool, where they are the next rows' history.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specla.kernels.gpu.convolution import ConvolutionParameters
+from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.maths import log1p_unit
+
+_ROWS = 16  # a program
+_WARPS = 4
+_EPS = 1e-6
+_ALIGNED = 16  # bytes
+_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _convolved(
+    p_x, p_weight, p_pool_x, p_history, i_row, o_channel, mask,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution of rows [ROWS, 1] at channels [1, B], in float32, and the rows' raw inputs."""
+    total = tl.zeros_like(i_row + o_channel).to(tl.float32)
+    for i in tl.static_range(W - 1):
+        i_tap = i_row - (W - 1 - i)
+        pool_row = tl.load(p_history + i_tap + (W - 1), mask=i_tap < 0, other=-1)  # -1: zeros before the prompt
+        here = tl.load(p_x + i_tap.to(tl.int64) * X_STRIDE + o_channel, mask=mask & (i_tap >= 0), other=0.0)
+        before = tl.load(p_pool_x + pool_row.to(tl.int64) * D + o_channel, mask=mask & (pool_row >= 0), other=0.0)
+        weight = tl.load(p_weight + i * D + o_channel)
+        total += weight * tl.where(i_tap < 0, before, here).to(tl.float32)
+    raw = tl.load(p_x + i_row.to(tl.int64) * X_STRIDE + o_channel, mask=mask, other=0.0)
+    total += tl.load(p_weight + (W - 1) * D + o_channel) * raw.to(tl.float32)
+    return total / (1.0 + tl.exp(-total)), raw
+
+
+@triton.jit(do_not_specialize=["T", "P", "kept"])
+def chunk_convolution_kernel(
+    p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_x, p_history, p_kept, p_q, p_k, p_v, p_g, p_beta, T, P, kept,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (2 H + HV + 1, blocks of rows): heads of q, of k and of v, then all heads' gates.
+
+    Channels past a head's width are computed from those within, and neither summed nor stored. Rows past T are zeros.
+    """
+    D: tl.constexpr = 2 * H * K + HV * V
+    i_head = tl.program_id(0)
+    i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    used, filled = i_row < T, i_row < P
+    i_kept = i_row - (T - kept)  # at which place of the history behind this chunk
+    if i_head < 2 * H:
+        o_k = tl.arange(0, BK)[None, :]
+        o_channel = i_head * K + tl.minimum(o_k, K - 1)  # [1, BK]
+        y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, D, X_STRIDE, W)
+        mask = filled & (o_k < K)
+        norm = tl.sqrt(tl.sum(tl.where(o_k < K, y * y, 0.0), 1) + EPS)  # [ROWS]
+        y = y / norm[:, None]
+        o_row = i_row.to(tl.int64) * (H * K)
+        if i_head < H:
+            tl.store(p_q + o_row + o_channel, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
+        else:
+            tl.store(p_k + o_row + o_channel - H * K, y.to(p_k.dtype.element_ty), mask=mask)
+        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D)
+    elif i_head < 2 * H + HV:
+        o_v = tl.arange(0, BV)[None, :]
+        o_value = (i_head - 2 * H) * V + tl.minimum(o_v, V - 1)  # [1, BV]
+        o_channel = 2 * H * K + o_value
+        y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, D, X_STRIDE, W)
+        mask = filled & (o_v < V)
+        tl.store(p_v + i_row.to(tl.int64) * (HV * V) + o_value, y.to(p_v.dtype.element_ty), mask=mask)
+        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D)
+    else:
+        o_h = tl.arange(0, BH)[None, :]
+        mask = used & (o_h < HV)
+        o_gate = i_row.to(tl.int64) * GATE_STRIDE + o_h
+        a = tl.load(p_a + o_gate, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(p_b + o_gate, mask=mask, other=0.0).to(tl.float32)
+        rate = tl.load(p_a_log + o_h, mask=o_h < HV, other=0.0)
+        pre = a + tl.load(p_dt_bias + o_h, mask=o_h < HV, other=0.0)
+        g = -tl.exp(rate) * (tl.maximum(pre, 0.0) + log1p_unit(tl.exp(-tl.abs(pre))))
+        beta = BETA_SCALE / (1.0 + tl.exp(-b))
+        mask = filled & (o_h < HV)
+        tl.store(p_g + i_row * HV + o_h, tl.where(used, g, 0.0), mask=mask)
+        tl.store(p_beta + i_row * HV + o_h, tl.where(used, beta, 0.0), mask=mask)
+
+
+@triton.jit
+def _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D: tl.constexpr):
+    """Raw inputs of the chunk's last rows to their pool rows."""
+    mask = mask & (i_kept >= 0) & (i_kept < kept)
+    pool_row = tl.load(p_kept + i_kept, mask=(i_kept >= 0) & (i_kept < kept), other=0).to(tl.int64)
+    tl.store(p_pool_x + pool_row * D + o_channel, raw, mask=mask)
+
+
+def chunk_convolution(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    parameters: ConvolutionParameters,
+    pool_x: Tensor,
+    history: Tensor,
+    kept: Tensor,
+    out: LayerRows,
+) -> None:
+    """Fills `out` with T consecutive tokens of one session, by the formulas of `tree_convolution`.
+
+    Args:
+        x: model dtype [T, D], raw inputs of q, k and v side by side; rows may stand apart, by multiples of 16 bytes.
+        a, b: model dtype or float32 [T, HV], projections for decay and writing strength; rows may stand apart equally.
+        parameters: the layer's weights.
+        pool_x: model dtype [F, D], the raw inputs in the session's pool.
+        history: int32 [W - 1], pool rows of the tokens before, oldest first; -1 for the zeros before a text.
+        kept: int32 [min(W - 1, T)], pool rows that the last tokens' raw inputs are written to; none of `history`.
+        out: where the rows go, T or more of each; those past T become zeros.
+
+    Raises:
+        ValueError: shapes, dtypes, layout or device do not belong together.
+    """
+    _check(x, a, b, parameters, pool_x, history, kept, out)
+    rows, heads, key_width = out.q.shape
+    value_heads, value_width = out.v.shape[1:]
+    chunk_convolution_kernel[(2 * heads + value_heads + 1, triton.cdiv(rows, _ROWS))](
+        x, a, b, parameters.weight, parameters.a_log, parameters.dt_bias, pool_x, history, kept, *out,
+        len(x), rows, len(kept),
+        H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
+        BK=triton.next_power_of_2(key_width), BV=triton.next_power_of_2(value_width),
+        BH=triton.next_power_of_2(value_heads), ROWS=_ROWS, X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
+        Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    parameters: ConvolutionParameters,
+    pool_x: Tensor,
+    history: Tensor,
+    kept: Tensor,
+    out: LayerRows,
+) -> None:
+    tokens, (rows, heads, key_width) = len(x), out.q.shape
+    value_heads, value_width = out.v.shape[1:]
+    channels, taps = 2 * heads * key_width + value_heads * value_width, parameters.weight.shape[0]
+    model, single, index = (x.dtype,), (torch.float32,), (torch.int32,)
+    wanted = {
+        "x": (x, (tokens, channels), _MODEL_DTYPES),
+        "a": (a, (tokens, value_heads), (*model, *single)),
+        "b": (b, (tokens, value_heads), (*model, *single)),
+        "weight": (parameters.weight, (taps, channels), single),
+        "a_log": (parameters.a_log, (value_heads,), single),
+        "dt_bias": (parameters.dt_bias, (value_heads,), single),
+        "pool_x": (pool_x, (pool_x.shape[0], channels), model),
+        "history": (history, (taps - 1,), index),
+        "kept": (kept, (min(taps - 1, tokens),), index),
+        "out.q": (out.q, (rows, heads, key_width), model),
+        "out.k": (out.k, (rows, heads, key_width), model),
+        "out.v": (out.v, (rows, value_heads, value_width), model),
+        "out.g": (out.g, (rows, value_heads), single),
+        "out.beta": (out.beta, (rows, value_heads), single),
+    }
+    if not 0 < tokens <= rows:
+        raise ValueError(f"{tokens} rows of x and {rows} of out: give at least one, and as many places or more")
+    for name, (tensor, shape, dtypes) in wanted.items():
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
+        apart = name in ("x", "a", "b")
+        lies = tensor.stride(-1) == 1 if apart else tensor.is_contiguous()
+        if name not in ("a", "b", "history", "kept"):
+            pitch = tensor.stride(0) * tensor.element_size() if apart else 0
+            lies &= not (tensor.data_ptr() % _ALIGNED or pitch % _ALIGNED)
+        if not lies or tensor.device != x.device:
+            raise ValueError(
+                f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on {x.device} "
+                f"that starts at a multiple of {_ALIGNED} bytes (rows of x, a and b may stand apart)"
+            )
+    if a.stride(0) != b.stride(0):
+        raise ValueError(f"rows of a and b stand {a.stride(0)} and {b.stride(0)} apart: give the same")

@@ -1,0 +1,42 @@
+"""SwiGLU of many rows, over products whose columns are each channel's gate and then what it gates."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specla.kernels.gpu.norms import MODEL_DTYPES, check_tensor
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["count"])
+def chunk_swiglu_kernel(p_x, p_out, count, BLOCK: tl.constexpr):
+    """Grid (blocks of channels, over all rows)."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_pair = tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(p_x + 2 * first + o_pair, mask=2 * first + o_pair < 2 * count, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
+    o = tl.arange(0, BLOCK)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(p_out + first + o, y.to(p_out.dtype.element_ty), mask=first + o < count)
+
+
+def chunk_swiglu(x: Tensor, out: Tensor) -> None:
+    """out = silu(gate) up, in float32 and rounded when stored.
+
+    Args:
+        x: model dtype [T, 2 M]: of each channel its gate, then what it gates.
+        out: model dtype [T, M].
+
+    Raises:
+        ValueError: shapes, dtypes, layout or device do not belong together.
+    """
+    rows, width = out.shape
+    check_tensor("x", x, (rows, 2 * width), MODEL_DTYPES, out.device)
+    check_tensor("out", out, (rows, width), (x.dtype,), out.device)
+    count = torch.numel(out)
+    chunk_swiglu_kernel[(triton.cdiv(count, _BLOCK),)](x, out, count, BLOCK=_BLOCK, num_warps=_WARPS)

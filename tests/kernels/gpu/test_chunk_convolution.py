@@ -1,0 +1,147 @@
+"""Convolution and gates of consecutive tokens in Triton: against the reference, the history, the form for trees."""
+
+import pytest
+import torch
+
+from specla.kernels import reference
+from specla.kernels.gpu.chunk_convolution import chunk_convolution
+from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
+from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
+from specla.kernels.topology import Topology
+
+POISON = 7777.0
+POOL_ROWS = 12
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 1.1e-3, torch.bfloat16: 8e-3}  # of a rounding to the dtype, and a bit
+
+
+class Layer:
+    """Random weights, a poisoned pool, and rows that stand apart."""
+
+    def __init__(self, shape, taps, dtype, device, *, negative=False):
+        self.shape, self.taps, self.dtype, self.device, self.negative = shape, taps, dtype, device, negative
+        heads, value_heads, key_width, value_width = shape
+        self.channels = 2 * heads * key_width + value_heads * value_width
+        self.generator = torch.Generator().manual_seed(value_width)
+        weights = (self.random(taps, self.channels), self.random(value_heads), self.random(value_heads) * 3)
+        self.parameters = ConvolutionParameters(*weights, negative)
+        self.pool_x = torch.full((POOL_ROWS, self.channels), POISON, dtype=dtype, device=device)
+
+    def random(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=self.generator).to(dtype).to(self.device)
+
+    def inputs(self, tokens):
+        """x, a and b as slices of one projection, whose rows stand apart."""
+        value_heads = self.shape[1]
+        gates = -(-2 * value_heads // 8) * 8
+        merged = self.random(tokens, self.channels + gates + 16, dtype=self.dtype)
+        a, b = merged[:, self.channels :][:, :value_heads], merged[:, self.channels + value_heads :][:, :value_heads]
+        return merged[:, : self.channels], a, b
+
+    def index(self, rows):
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+    def run(self, x, a, b, history, kept, rows=None):
+        out = LayerRows.empty(len(x) if rows is None else rows, *self.shape, self.dtype, self.device)
+        for tensor in out:
+            tensor.fill_(POISON)
+        chunk_convolution(x, a, b, self.parameters, self.pool_x, self.index(history), self.index(kept), out)
+        return out
+
+    def wanted(self, x, a, b, window):
+        heads, value_heads, key_width, value_width = self.shape
+        p, n = self.parameters, len(x)
+        y = reference.convolution(x.cpu(), window, p.weight.cpu(), list(range(-1, n - 1)))
+        q, k, v = y.split([heads * key_width, heads * key_width, value_heads * value_width], 1)
+        q = reference.l2_normalise(q.view(n, heads, key_width), key_width**-0.5)
+        k = reference.l2_normalise(k.view(n, heads, key_width))
+        gates = reference.gates(a.cpu(), b.cpu(), p.a_log.cpu(), p.dt_bias.cpu(), self.negative)
+        return LayerRows(q, k, v.view(n, value_heads, value_width), *gates)
+
+
+def close(got, want, tolerance):
+    torch.testing.assert_close(got.double().cpu(), want, rtol=tolerance, atol=max(tolerance * 1e-2, 5e-7))
+
+
+def check(layer, tokens, empty, filled):
+    """A chunk behind a history of which `empty` entries are the zeros before a text."""
+    before = layer.taps - 1
+    history = [*[-1] * min(empty, before), *range(max(before - empty, 0))]
+    for row in history:
+        if row >= 0:
+            layer.pool_x[row] = layer.random(layer.channels, dtype=layer.dtype)
+    window = torch.stack([layer.pool_x[row].cpu().float() if row >= 0 else torch.zeros(layer.channels)
+                          for row in history]) if history else torch.zeros(0, layer.channels)  # fmt: skip
+    kept = list(range(POOL_ROWS - 1, POOL_ROWS - 1 - min(before, tokens), -1))
+    x, a, b = layer.inputs(tokens)
+    pool_before = layer.pool_x.clone()
+    out, want = layer.run(x, a, b, history, kept, filled), layer.wanted(x, a, b, window)
+    for name in ("q", "k", "v"):
+        close(getattr(out, name)[:tokens], getattr(want, name), TOLERANCE[layer.dtype])
+    close(out.g[:tokens], want.g, 1e-5)
+    close(out.beta[:tokens], want.beta, 1e-5)
+    assert not any(tensor[tokens:].any() for tensor in out), "rows past the last token are zeros"
+    pool_before[kept] = x[tokens - len(kept) :]
+    assert torch.equal(layer.pool_x, pool_before), "the last raw inputs, in order, and nothing else"
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "tokens", "empty", "filled"),
+    [
+        ((2, 4, 16, 32), 4, 21, 0, 32),
+        ((1, 1, 48, 16), 2, 16, 1, 16),
+        ((1, 2, 16, 48), 4, 2, 2, 64),
+        ((1, 2, 16, 16), 1, 5, 0, 5),
+        ((2, 2, 16, 16), 7, 33, 4, 64),
+    ],
+)
+def test_rows_gates_and_pool_against_the_reference(shape, taps, tokens, empty, filled, device):
+    check(Layer(shape, taps, torch.float32, device, negative=taps == 2), tokens, empty, filled)
+
+
+def test_a_chunk_behind_a_chunk_has_the_bits_of_one(device):
+    layer = Layer((1, 2, 16, 16), 4, torch.float32, device)
+    x, a, b = layer.inputs(40)
+    whole = layer.run(x, a, b, [-1, -1, -1], [0, 1, 2])
+    first = layer.run(x[:23], a[:23], b[:23], [-1, -1, -1], [5, 3, 4])
+    second = layer.run(x[23:], a[23:], b[23:], [5, 3, 4], [0, 1, 2])
+    for name, want in whole._asdict().items():
+        assert torch.equal(torch.cat([getattr(first, name), getattr(second, name)]), want), name
+
+
+def test_the_same_formulas_as_for_trees(device):
+    layer = Layer((1, 2, 16, 32), 4, torch.float32, device)
+    x, a, b = layer.inputs(6)
+    out = layer.run(x, a, b, [-1, -1, -1], [0, 1, 2])
+    pool = FactorPool.empty(1, POOL_ROWS, *layer.shape, torch.float32, device)
+    batch = PassBatch(Bucket(sessions=1, rows=6, tree_rows=6), device)
+    batch.fill([SessionPass(slot=0, topology=Topology.from_wire(range(-1, 4)), pool_rows=range(6))])
+    tree = LayerRows.empty(6, *layer.shape, torch.float32, device)
+    tree_convolution(x, a, b, layer.parameters, pool, batch, tree)
+    for name, want in tree._asdict().items():
+        torch.testing.assert_close(getattr(out, name), want, rtol=2e-6, atol=1e-7)
+
+
+def test_what_does_not_fit_is_refused(device):
+    layer = Layer((1, 1, 16, 16), 4, torch.float32, device)
+    x, a, b = layer.inputs(8)
+    with pytest.raises(ValueError, match=r"kept is torch.int32 \[2\]: give torch.int32 \[3\]"):
+        layer.run(x, a, b, [-1, -1, -1], [0, 1])
+    with pytest.raises(ValueError, match=r"history is .* give torch.int32 \[3\]"):
+        layer.run(x, a, b, [-1, -1], [0, 1, 2])
+    with pytest.raises(ValueError, match="8 rows of x and 7 of out"):
+        layer.run(x, a, b, [-1, -1, -1], [0, 1, 2], rows=7)
+    with pytest.raises(ValueError, match="rows of a and b stand"):
+        layer.run(x, a.contiguous(), b, [-1, -1, -1], [0, 1, 2])
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        layer.run(layer.random(8, 49)[:, :48], a, b, [-1, -1, -1], [0, 1, 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(8, 8, 256, 256), (16, 48, 128, 128), (4, 8, 64, 64), (3, 6, 96, 192)])
+def test_all_shapes_on_the_device(shape, dtype, device):
+    layer = Layer(shape, 4, dtype, device)
+    check(layer, 130, 1, 192)
+    check(layer, 2, 3, 64)
