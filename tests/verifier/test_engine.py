@@ -69,7 +69,7 @@ def test_greedy_text_equals_a_full_recompute(tiny_target_of: Callable[..., Path]
     assert logits.argmax(-1).tolist() == text.tokens
     logprobs = torch.log_softmax(logits, -1)
     for row, found in zip(logprobs, text.logprobs, strict=True):
-        assert found.chosen == pytest.approx(float(row.max()), abs=2e-5)
+        assert found.chosen == pytest.approx(float(row.max()), abs=2e-5 if device == "cpu" else 1e-4)
 
 
 def test_fast_mode_gives_the_same_text_with_drafts(tiny_target_of: Callable[..., Path], device: str) -> None:
