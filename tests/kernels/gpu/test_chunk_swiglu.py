@@ -28,7 +28,7 @@ def test_what_does_not_fit_is_refused(device):
     x, out = torch.zeros(2, 32, device=device), torch.zeros(2, 16, device=device)
     with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 30\]: give"):
         chunk_swiglu(x[:, :30], out)
-    with pytest.raises(ValueError, match="out is torch.float16"):
+    with pytest.raises(ValueError, match=r"out is torch\.float16"):
         chunk_swiglu(x, out.half())
 
 
