@@ -21,6 +21,7 @@ from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of, chain_rows, largest_bucket
 from specla.verifier_service.gpu.buffers import MOST_ENTRIES, PassBuffers
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
+from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 
@@ -43,6 +44,7 @@ class GpuBackend:
         slots: int,
         max_rows: int,
         max_batch_rows: int = 256,
+        prefill_chunk: int = 128,
     ) -> None:
         """Room for `slots` sessions of up to `max_rows` rows a pass.
 
@@ -53,6 +55,7 @@ class GpuBackend:
             slots: sessions at once.
             max_rows: rows of one session in one pass.
             max_batch_rows: candidates of all sessions in one pass; every session has its root beside them.
+            prefill_chunk: tokens of one `run_chunk` at the most.
         """
         self.chain_rows = chain_rows(max_rows)
         rows = max(max_rows, self.chain_rows)
@@ -64,7 +67,9 @@ class GpuBackend:
         self.scratch_slot = self.store.scratch_slot
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
+        nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))
         self._arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena)
         most_entries = min(MOST_ENTRIES, largest.rows * config.vocab_size)
         self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
         self._plan = lru_cache(maxsize=_PLANS)(self._planned)
@@ -114,9 +119,9 @@ class GpuBackend:
             out.read(sampling, adjusted=len(entries) > 0)
         return out
 
-    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> None:
-        """There is no such form here yet."""
-        return
+    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
+        """In the chunked form, which advances the stored state itself."""
+        return self._prefill.run(slot, tokens, layers)
 
     @torch.inference_mode()
     def prepare(self, topologies: Sequence[Topology], *, samples: bool = True) -> None:
