@@ -23,15 +23,20 @@ SHAPE = GatedDeltaNetConfig(
 DTYPE = torch.bfloat16
 
 
+_MATRICES = ("proj.weight", "embeddings.weight", "lm_head.weight")
+
+
 class RandomTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors, drawn when they are asked for: the same ones each time.
 
     Products keep the size of what goes in; gates and decays are spread as a trained model's are.
     """
 
-    def __init__(self, config: GatedDeltaNetConfig, device: torch.device | str) -> None:
-        """For a model's shape."""
-        self._shapes, self._device = expected_shapes(config), device
+    def __init__(
+        self, config: GatedDeltaNetConfig, device: torch.device | str, rounded: torch.dtype = torch.float32
+    ) -> None:
+        """For a model's shape; matrices are rounded to a dtype."""
+        self._shapes, self._device, self._rounded = expected_shapes(config), device, rounded
 
     def __getitem__(self, name: str) -> Tensor:
         """float32, on the device."""
@@ -42,7 +47,7 @@ class RandomTensors(Mapping[str, Tensor]):
         if name.endswith(("A_log", "dt_bias")):
             return 2 * torch.rand(shape, device=self._device, generator=drawn) - 1
         found: Tensor = torch.randn(shape, device=self._device, generator=drawn) * shape[-1] ** -0.5
-        return found
+        return found.to(self._rounded).float() if name.endswith(_MATRICES) else found
 
     def __iter__(self) -> Iterator[str]:
         """Names."""

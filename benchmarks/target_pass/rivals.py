@@ -8,6 +8,7 @@ after the other, ours and cuBLAS's.
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,15 @@ class SnapshotRun(PassRun):
             device=states.device,
         )
         self._columns, self._layer = columns, count()
+        self._bench, self._case = bench, case
         super().__init__(bench.weights, bench.store, key, arena, bench.entries, bench.pool)
+
+    def _capture(self, pool: Any) -> None:
+        """With sessions in all places: the rival's kernels know no unused ones."""
+        pools = self._bench.store.pools.g.shape[2]
+        step = steps_of(self._case.topology, pools, self._bench.weights.config.conv_size)[0]
+        fill(self, self._case, step._replace(pending=[], write_state=False), self._bench.weights.config.vocab_size)
+        super()._capture(pool)
 
     def _launch(self) -> None:
         self.buffers.upload.send()
@@ -64,10 +73,7 @@ class SnapshotRun(PassRun):
 def snapshots_of(bench: Bench, case: Case, columns: int = COLUMNS[0]) -> Cycle:
     """The case with snapshots."""
     key = bench.key(case)
-    step = steps_of(case.topology, bench.store.pools.g.shape[2], bench.weights.config.conv_size)[0]
-    run = SnapshotRun(bench, key, bench.arena_of(key), case, columns)
-    fill(run, case, step._replace(pending=[], write_state=False), bench.weights.config.vocab_size)
-    return Cycle(SNAPSHOTS.format(columns), [run])
+    return Cycle(SNAPSHOTS.format(columns), [SnapshotRun(bench, key, bench.arena_of(key), case, columns)])
 
 
 def snapshot_bytes(bench: Bench, case: Case) -> int:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,8 @@ ZEROS = -1
 
 ALIGNED = 4
 """Arrays begin at multiples of 16 bytes: kernels are compiled for that, and once only, whatever the bucket."""
+
+_REMEMBERED = 64  # batches of trees, of a bucket
 
 Ints = NDArray[np.int32]
 
@@ -153,62 +157,76 @@ class PassBatch:
     def __init__(self, bucket: Bucket, device: torch.device | str, *, within: Upload | None = None) -> None:
         """Arrays of an empty pass: all places unused. They may be part of what another upload sends."""
         self.bucket = bucket
-        shapes = bucket.shapes()
-        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        places = {name: -(-size // ALIGNED) * ALIGNED for name, size in sizes.items()}
         self._bounds: tuple[int, int] | None = None
         self._largest = (NO_SLOT, ZEROS)
-        self._upload = Upload(sum(places.values()), device, within=within)
+        self._upload = Upload(bucket.buffer_words, device, within=within)
         self.buffer = self._upload.buffer
-        flat, self._arrays, at = self._upload.words(), {}, 0
-        for name, shape in shapes.items():
-            setattr(self, name, self.buffer[at : at + sizes[name]].view(shape))
-            self._arrays[name] = flat[at : at + sizes[name]].reshape(shape)
-            at += places[name]
+        for name, view in _views(self.buffer, bucket).items():
+            setattr(self, name, view)
+        self._arrays = _views(self._upload.words(), bucket)
+        self._laid_out = lru_cache(maxsize=_REMEMBERED)(self._lay_out)
         self.fill(())
 
-    def fill(self, sessions: Sequence[SessionPass]) -> None:
+    def fill(self, sessions: Sequence[SessionPass], *, checked: bool = True) -> None:
         """Puts these sessions into the first places and leaves the others unused; one copy to the device.
+
+        Args:
+            sessions: at most as many as the bucket holds.
+            checked: whether what they name is looked at; a caller whose slots and pool rows come from the store's own
+                lists (`PoolRows`) may do without.
 
         Raises:
             ValueError: more sessions, rows or pending factors than the bucket holds, slots or pool rows that are below
                 0, named twice or beyond the store that the batch is bound to, a history of another length; the batch
                 keeps its former contents.
         """
-        arrays, bucket = self._arrays, self.bucket
-        _check(sessions, bucket)
-        largest = _largest(sessions)
-        self._refuse_outside(largest)
-        self._largest = largest
-        self._upload.words().fill(0)
+        if checked:
+            _check(sessions, self.bucket)
+            largest = _largest(sessions)
+            self._refuse_outside(largest)
+            self._largest = largest
+        laid_out = self._laid_out(tuple(session.topology for session in sessions))
+        self._upload.words()[:] = laid_out
+        arrays, count = self._arrays, len(sessions)
+        arrays["slot"][:count] = [session.slot for session in sessions]
+        arrays["write_state"][:count] = [session.write_state for session in sessions]
+        arrays["pending_len"][:count] = [len(session.pending) for session in sessions]
+        pool_rows = list(chain.from_iterable(session.pool_rows for session in sessions))
+        arrays["pool_row"][: len(pool_rows)] = pool_rows
+        for b, session in enumerate(sessions):
+            if session.pending:
+                arrays["pending"][b, : len(session.pending)] = session.pending
+            if session.history:
+                arrays["history"][b] = session.history
+        self._upload.send()
+
+    def _lay_out(self, topologies: tuple[Topology, ...]) -> Ints:
+        """int32 [words], what the trees alone decide, as the arrays lie; the rest as in an unused place."""
+        bucket = self.bucket
+        flat = np.zeros(self._upload.buffer.shape[0], np.int32)
+        arrays = _views(flat, bucket)
         arrays["slot"].fill(NO_SLOT)
         arrays["row_session"].fill(-1)
         arrays["history"].fill(ZEROS)
         at = 0
-        for b, session in enumerate(sessions):
-            n = len(session.topology)
-            arrays["slot"][b] = session.slot
+        for b, topology in enumerate(topologies):
+            n = len(topology)
             arrays["row_start"][b] = at
-            arrays["pending_len"][b] = len(session.pending)
-            arrays["write_state"][b] = session.write_state
-            arrays["pending"][b, : len(session.pending)] = session.pending
-            if session.history:
-                arrays["history"][b] = session.history
             arrays["row_session"][at : at + n] = b
-            arrays["pool_row"][at : at + n] = session.pool_rows
-            arrays["depth"][at : at + n] = session.topology.depth
-            words = np.ascontiguousarray(session.topology.ancestors).view(np.int32)
+            arrays["depth"][at : at + n] = topology.depth
+            words = np.ascontiguousarray(topology.ancestors).view(np.int32)
             used = min(words.shape[1], bucket.words)
             arrays["ancestors"][at : at + n, :used] = words[:, :used]
-            _put_taps(session.topology.parents, at, arrays["tap"][at : at + n])
-            steps, lengths = schedule(session.topology, bucket.groups)
+            _put_taps(topology.parents, at, arrays["tap"][at : at + n])
+            steps, lengths = schedule(topology, bucket.groups)
             groups, longest = steps.shape
             arrays["groups"][b] = groups
             arrays["schedule_len"][b, :groups] = lengths
             arrays["schedule"][b, :groups, :longest] = steps
             at += n
-        arrays["row_start"][len(sessions) :] = at
-        self._upload.send()
+        arrays["row_start"][len(topologies) :] = at
+        flat.setflags(write=False)
+        return flat
 
     def bind(self, *, slots: int, pool_rows: int) -> None:
         """Holds this and all later contents to a store of so many slots and pool rows; a kernel's wrapper calls it.
@@ -229,6 +247,16 @@ class PassBatch:
     def device(self) -> torch.device:
         """Where the arrays are."""
         return self.buffer.device
+
+
+def _views(flat: Any, bucket: Bucket) -> dict[str, Any]:
+    """The arrays within a buffer of theirs, on the host or the device."""
+    views, at = {}, 0
+    for name, shape in bucket.shapes().items():
+        size = int(np.prod(shape))
+        views[name] = flat[at : at + size].reshape(shape)
+        at += -(-size // ALIGNED) * ALIGNED
+    return views
 
 
 def _largest(sessions: Sequence[SessionPass]) -> tuple[int, int]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.gpu.upload import Upload
-from specla.kernels.sampling import RowSampling
+from specla.kernels.sampling import RowSampling, SessionSampling
 
 _MASK_32 = 0xFFFFFFFF
 _LARGEST_VOCABULARY = (1 << 21) - 1  # what the kernel's packed counts hold
+
+_FIELDS: WeakKeyDictionary[SessionSampling, NDArray[np.int32]] = WeakKeyDictionary()
+"""Of every session that has sampled here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +122,27 @@ class SamplerRows:
             if session.vocab_size != self.vocab_size:
                 raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.vocab_size}")
         ints = self._upload.words().reshape(8, places)
-        floats = ints.view(np.float32)
-        ints.fill(0)
-        seeds = ints[2:4].reshape(-1, 2)
-        for row, (index, position) in enumerate(zip(rows.row_session, rows.positions, strict=True)):
-            params = rows.sessions[index].params
-            ints[0, row] = 1
-            ints[1, row] = params.top_k if params.top_k < self.vocab_size else 0
-            seeds[row] = _bits(params.seed), _bits(params.seed >> 32)
-            ints[4, row] = _bits(position)
-            floats[5, row] = params.temperature
-            floats[6, row] = params.top_p
-            floats[7, row] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        used, seeds = ints[0], ints[2:4].reshape(-1, 2)
+        used[:count], used[count:] = 1, 0
+        fields = np.stack([self._fields_of(session) for session in rows.sessions])[np.asarray(rows.row_session)]
+        ints[1, :count] = fields[:, 0]
+        seeds[:count] = fields[:, 1:3]
+        ints[4, :count] = np.asarray(rows.positions, np.int64).astype(np.uint32).view(np.int32)
+        ints[5:, :count] = fields[:, 3:].T
         self._upload.send()
+
+    def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:
+        """What does not change while a session runs: int32 [6], floats as their bits."""
+        found = _FIELDS.get(session)
+        if found is None:
+            params = session.params
+            found = np.zeros(6, np.int32)
+            found[0] = params.top_k if params.top_k < self.vocab_size else 0
+            found[1:3] = _bits(params.seed), _bits(params.seed >> 32)
+            log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+            found[3:].view(np.float32)[:] = params.temperature, params.top_p, log_min_p
+            _FIELDS[session] = found
+        return found
 
     @property
     def device(self) -> torch.device:

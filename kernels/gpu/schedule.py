@@ -30,6 +30,19 @@ PLACE_MASK = 15
 PLACES = 8
 """States that one program may keep: light edges on one path halve the subtree, so 129 rows never need more."""
 
+
+def kept_places(rows: int) -> int:
+    """The most states that a walk of a tree of so many rows keeps at a time.
+
+    A state is kept while a light subtree is walked and a heavier one waits, both of two rows or more. So keeping one
+    takes 1 + 2 + 2 rows, and keeping one more takes a row above two such trees.
+    """
+    places, needed = 0, 5
+    while needed <= rows:
+        places, needed = places + 1, 1 + 2 * needed
+    return places
+
+
 _FETCH_STEPS = 2
 """What fetching a kept state costs, in steps (measured: see docs/decisions.md)."""
 

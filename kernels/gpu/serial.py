@@ -36,8 +36,8 @@ from specla.kernels.gpu.commit import (
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
-from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, PLACES, ROW_BITS
-from specla.kernels.gpu.serial_split import COLUMNS, WARPS, WIDTHS, launch_split
+from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, ROW_BITS, kept_places
+from specla.kernels.gpu.serial_split import COLUMNS, NEAR, WARPS, WIDTHS, launch_split
 
 _PREFETCHED = 8  # pending factors that are asked for as early as the state
 
@@ -55,7 +55,9 @@ def serial_tile(key_width: int, value_width: int) -> Tile:
     if splits(key_width, value_width):
         return Tile(key_width, COLUMNS, WARPS)
     block_k = triton.next_power_of_2(key_width)
-    return Tile(block_k, 8 if block_k <= 256 else 4, 1)
+    # Of 16 keys and 8 values a lane had a single row of S, and its product would be fused into the sum over lanes,
+    # which then is another in each of them.
+    return Tile(block_k, 16 if block_k == 16 else 8 if block_k <= 256 else 4, 1)
 
 
 def splits(key_width: int, value_width: int) -> bool:
@@ -70,7 +72,8 @@ class SerialWorkspace:
     kept: Tensor
     """float32, the states kept where trees branch: [B, groups, HV, tiles of V, places, BK, BV].
 
-    PLACES states of HV K V floats a program: 16 MiB a session and group with 8 heads of 256 x 256.
+    A place is 2 MiB a session and group with 8 heads of 256 x 256; trees of 16, 32, 64 and 129 rows have 2, 3, 4 and 5,
+    of which the form of serial_split.py has the first two on chip.
     """
     arrived: Tensor
     """int32 [2, B, HV, tiles of V], programs that have read a tile in a launch; 0 between launches.
@@ -83,7 +86,7 @@ class SerialWorkspace:
     def empty(
         cls, bucket: Bucket, value_heads: int, key_width: int, value_width: int, device: torch.device | str
     ) -> SerialWorkspace:
-        """For a bucket and a layer's shape. Trees of one or two rows never branch and keep no state."""
+        """For a bucket and a layer's shape."""
         kept, arrived = cls.shapes(bucket, value_heads, key_width, value_width)
         return cls(torch.empty(kept, device=device), torch.zeros(arrived, dtype=torch.int32, device=device))
 
@@ -99,7 +102,8 @@ class SerialWorkspace:
         """Of `kept` and `arrived`."""
         tile = serial_tile(key_width, value_width)
         tiles = triton.cdiv(value_width, tile.block_v)
-        places = PLACES if bucket.tree_rows > 2 else 1
+        on_chip = NEAR if splits(key_width, value_width) else 0
+        places = max(0, kept_places(bucket.tree_rows) - on_chip)
         kept = (bucket.sessions, bucket.groups, value_heads, tiles, places, tile.block_k, tile.block_v)
         return kept, (2, bucket.sessions, value_heads, tiles)
 
@@ -276,7 +280,7 @@ def verify_serial_kernel(
         )
         word_after = tl.load(p_steps + i + 2, mask=i + 2 < n_steps, other=0)
 
-        if PLACES > 1:
+        if PLACES > 0:
             fetch = (word >> FETCH_SHIFT) & PLACE_MASK
             if fetch > 0:
                 s = tl.load(p_own + (fetch - 1) * (BK * BV))
@@ -291,7 +295,7 @@ def verify_serial_kernel(
         m_emit = m_v & (((word >> EMIT_BIT) & 1) > 0)
         tl.store(p_o + (row * HV + i_h) * V + o_v, o.to(p_o.dtype.element_ty), mask=m_emit)
         tl.store(p_own_u + (pool_row * HV + i_h) * V + o_v, u, mask=m_emit)
-        if PLACES > 1:
+        if PLACES > 0:
             keep = (word >> KEEP_SHIFT) & PLACE_MASK
             if keep > 0:
                 tl.store(p_own + (keep - 1) * (BK * BV), s)
@@ -338,7 +342,6 @@ def verify_serial(
             f"{key_width} x {value_width}"
         )
     check_places(workspace.kept, workspace.arrived, state=state)
-    places = workspace.kept.shape[4]
     overlap = overlap and not triton.knobs.runtime.interpret
     tensors = (
         *(*rows, state, pool.k, pool.u, pool.g, o, workspace.kept, workspace.take_turn(), batch.slot, batch.row_start),
@@ -349,7 +352,7 @@ def verify_serial(
     steps = {
         "STEPS": bucket.tree_rows,
         "GROUPS": bucket.groups,
-        "PLACES": places,
+        "PLACES": kept_places(bucket.tree_rows),
         "ROW_MASK": (1 << ROW_BITS) - 1,
         "EMIT_BIT": EMIT_BIT,
         "LEAF_BIT": LEAF_BIT,

@@ -32,7 +32,10 @@ WARPS = 4
 WIDTHS = (64, 128, 256)
 """Of keys; others go the way of serial.py."""
 
-_NEAR = gl.constexpr(2)  # places in shared memory
+NEAR = 2
+"""Places in shared memory; others lie in the workspace."""
+
+_NEAR = gl.constexpr(NEAR)
 _REGISTERS = 128  # four programs a multiprocessor
 
 
@@ -95,7 +98,7 @@ def _keep(s, place, at_near, p_far, o_far, W: gl.constexpr, KP: gl.constexpr, TI
         x = gl.permute(gl.reshape(s, [W, 4, KP // 8, 2, 8, 2]), (0, 2, 4, 1, 3, 5))
         at_near.index(place - 1).store(gl.reshape(x, [W, KP // 8, 32, 4]))
     else:
-        gl.store(p_far + (place - 1) * TILE + o_far, s)
+        gl.store(p_far + (place - 1 - _NEAR) * TILE + o_far, s)
 
 
 @gluon.jit
@@ -107,7 +110,7 @@ def _fetch(place, at_near, p_far, o_far, W: gl.constexpr, KP: gl.constexpr, TILE
         x = gl.reshape(gl.permute(x, (0, 3, 1, 4, 2, 5)), [W, KP, 16])
         s = gl.convert_layout(x, S, assert_trivial=True)
     else:
-        s = gl.load(p_far + (place - 1) * TILE + o_far)
+        s = gl.load(p_far + (place - 1 - _NEAR) * TILE + o_far)
     return s
 
 
@@ -188,7 +191,8 @@ def verify_split_kernel(
     p_pool_row += start
     p_steps = p_schedule + i_bg * STEPS
     tile = (i_b * HV + i_h) * gl.num_programs(0) + i_v
-    p_far = p_kept + ((i_bg * HV + i_h) * gl.num_programs(0) + i_v).to(gl.int64) * (PLACES * K * 16)
+    FAR: gl.constexpr = PLACES - _NEAR if PLACES > _NEAR else 0
+    p_far = p_kept + ((i_bg * HV + i_h) * gl.num_programs(0) + i_v).to(gl.int64) * (FAR * K * 16)
 
     k_w = gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, S_K)), 1)
     o_k = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, S_K)), 0) + k_w * KP
@@ -228,7 +232,7 @@ def verify_split_kernel(
     v = gl.load(p_v + row * (HV * V) + o_v)
     g, beta, pool_row = gl.load(p_g + row * HV), gl.load(p_beta + row * HV), gl.load(p_pool_row + row)
     at_parts = layouts.shared_blocks(gl.float32, 2, [W, 16, 4])
-    if PLACES > 1:
+    if PLACES > 0:
         at_near = layouts.shared_blocks(gl.float32, _NEAR, [W, KP // 8, 32, 4])
     for i in range(n_steps):
         b_k, b_q = _numbers(k, W, KP, PAIRS, S_K), _numbers(q, W, KP, PAIRS, S_K)
@@ -260,7 +264,7 @@ def verify_split_kernel(
         m_emit = (v_w == 0) & (((word >> EMIT_BIT) & 1) > 0)  # all warps have it, one stores it
         gl.store(p_o + row * (HV * V) + o_v, o.to(p_o.dtype.element_ty), mask=m_emit)
         gl.store(p_pool_u + pool_row * (HV * V) + o_v, u, mask=m_emit)
-        if PLACES > 1:
+        if PLACES > 0:
             keep = (word >> KEEP_SHIFT) & PLACE_MASK
             if keep > 0:
                 _keep(s, keep, at_near, p_far, o_far, W, KP, K * 16)

@@ -172,10 +172,8 @@ class PassBuffers:
         return self.batch.row_start[-1:]
 
     def put_tokens(self, tokens: Sequence[int]) -> None:
-        """The rows' tokens, first rows first; places beyond them get token 0."""
-        words = self._tokens.words()
-        words.fill(0)
-        words[: len(tokens)] = tokens
+        """The rows' tokens, first rows first; places beyond them keep what they held."""
+        self._tokens.words()[: len(tokens)] = tokens
 
     def put_sampling(self, sampling: RowSampling) -> NDArray[np.int32]:
         """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""

@@ -16,6 +16,7 @@ from specla.kernels.gpu.schedule import (
     PLACE_MASK,
     PLACES,
     ROW_BITS,
+    kept_places,
     makespan,
     schedule,
     steps_beside,
@@ -52,8 +53,8 @@ def walk(topology: Topology, steps: list[Step]) -> tuple[list[int], int]:
     kept = [NOTHING - 1] * PLACES  # no row's state
     held, emitted, fetched = BEFORE_ROOT, [], 0
     for step in steps:
-        assert step.keep < PLACES
-        assert step.fetch < PLACES
+        assert step.keep < kept_places(len(topology))
+        assert step.fetch < kept_places(len(topology))
         if step.fetch != NOTHING:
             held, fetched = kept[step.fetch], fetched + 1
         assert held == topology.parent_rows[step.row], f"row {step.row} would continue row {held}"
@@ -149,7 +150,25 @@ def test_the_deepest_nesting_of_kept_states_has_places_to_spare() -> None:
     """Every branching row of a binary tree keeps its state while its first subtree is walked."""
     steps = steps_of(schedule(perfect(2, 6), 1).steps[0].tolist())
     assert max(step.keep for step in steps) + 1 == 5  # rows above the last two levels, on one path
-    assert PLACES > 5
+    assert kept_places(MAX_ROWS) == 5 < PLACES
+
+
+def worst(places: int) -> list[int]:
+    """Parents of the smallest tree that keeps so many states: two of the next smaller ones below a row."""
+    if not places:
+        return [-1, 0]
+    below = worst(places - 1)
+    return [-1, *(0 if p < 0 else p + 1 for p in below), *(0 if p < 0 else p + 1 + len(below) for p in below)]
+
+
+@pytest.mark.parametrize("places", range(1, 6))
+def test_no_smaller_tree_keeps_as_many_states(places: int) -> None:
+    parents = worst(places)
+    topology = Topology.from_wire([p - 1 for p in parents[1:]])
+    steps = steps_of(schedule(topology, 1).steps[0].tolist())
+    assert max(step.keep for step in steps) + 1 == places
+    assert kept_places(len(parents)) == places
+    assert kept_places(len(parents) - 1) == places - 1
 
 
 def test_groups_share_the_work_of_a_bushy_tree() -> None:
