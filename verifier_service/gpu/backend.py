@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries
-from specla.kernels.gpu.pass_batch import Bucket, SessionPass
+from specla.kernels.gpu.pass_batch import SessionPass
 from specla.kernels.gpu.product import product
-from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
+from specla.kernels.gpu.selector import LayerShape, Mode, Selector
 from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row, row_logprobs
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
@@ -25,7 +25,7 @@ from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 
-_PLANS = 1024  # batches of trees whose kernel and bucket are remembered
+_BATCHES = 1024  # batches of trees for which it is remembered what they run on
 
 
 class GpuBackend:
@@ -72,7 +72,7 @@ class GpuBackend:
         self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena)
         most_entries = min(MOST_ENTRIES, largest.rows * config.vocab_size)
         self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
-        self._plan = lru_cache(maxsize=_PLANS)(self._planned)
+        self._run_for = lru_cache(maxsize=_BATCHES)(self._find_run)
         self._runs: dict[PassKey, PassRun] = {}
         self._memory_of_graphs = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -104,9 +104,7 @@ class GpuBackend:
         """Run all rows; the sessions' earlier factors are committed on the way."""
         store = self.store
         store.write_states([slot for slot in slots if len(store.rows[slot].pending) > MOST_PENDING])
-        choice, bucket = self._plan(batch.topologies)
-        kept = tuple(layer for layer in layers if layer != FINAL_NORM)
-        run = self._run_of(PassKey(bucket, choice, sampling is not None, kept))
+        run = self._run_for(batch.topologies, sampling is not None, tuple(layers))
         taken, written = self._fill(run.buffers, slots, batch, row_tokens)
         entries = run.buffers.put_sampling(sampling) if sampling is not None else None
         run.launch(entries)
@@ -116,6 +114,7 @@ class GpuBackend:
         out = GpuPassRows(self, run.buffers, slots, taken)
         if sampling is not None:
             assert entries is not None
+            run.wait()
             out.read(sampling, adjusted=len(entries) > 0)
         return out
 
@@ -126,15 +125,13 @@ class GpuBackend:
     @torch.inference_mode()
     def prepare(self, topologies: Sequence[Topology], *, samples: bool = True) -> None:
         """Compile and capture what a pass of such trees needs, before one comes."""
-        choice, bucket = self._plan(tuple(topologies))
-        self._run_of(PassKey(bucket, choice, samples, ()))
+        self._run_for(tuple(topologies), samples, ())
 
-    def _planned(self, topologies: tuple[Topology, ...]) -> tuple[Choice, Bucket]:
-        """Which kernel and which bucket these trees run in."""
+    def _find_run(self, topologies: tuple[Topology, ...], samples: bool, layers: tuple[int, ...]) -> PassRun:
+        """What passes of these trees run on, captured now if they are the first of their kind."""
         choice = self._selector.choose(self.mode, self._shape, topologies, pending=PENDING, dtype=self.weights.dtype)
-        return choice, bucket_of(topologies, self._most_rows, self.weights.config.conv_size, choice.groups)
-
-    def _run_of(self, key: PassKey) -> PassRun:
+        bucket = bucket_of(topologies, self._most_rows, self.weights.config.conv_size, choice.groups)
+        key = PassKey(bucket, choice, samples, tuple(layer for layer in layers if layer != FINAL_NORM))
         if key not in self._runs:
             self._runs[key] = PassRun(self.weights, self.store, key, self._arena, self._entries, self._memory_of_graphs)
         return self._runs[key]
@@ -158,7 +155,7 @@ class GpuBackend:
                     write_state=written[-1],
                 )
             )
-        buffers.batch.fill(sessions)
+        buffers.batch.fill(sessions, checked=False)
         buffers.put_tokens(row_tokens)
         return taken, written
 

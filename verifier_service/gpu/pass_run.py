@@ -68,15 +68,11 @@ class PassRun:
         self.buffers = PassBuffers(config, dtype, key.bucket, arena, entries, layers=key.layers, serial=serial)
         self._verify = verify_of(key.choice, self.buffers)
         self._graph = torch.cuda.CUDAGraph() if weights.device.type == "cuda" else None
-        if self._graph is not None:
-            self._launch()  # compiles
-            torch.cuda.synchronize(weights.device)
-            with torch.cuda.graph(self._graph, pool=pool):
-                self._launch()
-            self._done = torch.cuda.Event()
+        self._done = torch.cuda.Event() if self._graph is not None else None
+        self._capture(pool)
 
     def launch(self, entries: NDArray[np.int32] | None) -> None:
-        """Runs what the buffers hold and waits, if tokens are sampled; `entries` are the logits to change before."""
+        """Starts a pass over what the buffers hold; `entries` are the logits to change before rows sample."""
         buffers = self.buffers
         if entries is not None and len(entries) > buffers.entries.capacity:
             self._launch_in_rounds(entries)
@@ -84,8 +80,12 @@ class PassRun:
             if entries is not None:
                 buffers.entries.put(entries)
             self.replay()
-        if self._graph is not None and entries is not None:
+        if self._done is not None:
             self._done.record()
+
+    def wait(self) -> None:
+        """Until the last pass that was launched has ended."""
+        if self._done is not None:
             self._done.synchronize()
 
     def replay(self) -> None:
@@ -95,6 +95,13 @@ class PassRun:
         else:
             self._graph.replay()
             self.buffers.upload.sent()
+
+    def _capture(self, pool: Any) -> None:
+        if self._graph is not None:
+            self._launch()  # compiles
+            torch.cuda.synchronize(self.buffers.batch.device)
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._launch()
 
     def _launch(self) -> None:
         self.buffers.upload.send()
