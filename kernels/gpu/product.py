@@ -1,12 +1,11 @@
-"""x W^T for few rows: weights stream from memory once, and no row's bits depend on the others.
+"""x W^T for few rows and many: weights stream from memory once, and no row's bits depend on the others.
 
-Every output is one chain of m16n8k16 (or float32) products over K, in an order that hangs on the shape of the weights
-alone: the number of rows only says how many such chains stand side by side. Where a chain would be long and there are
-few outputs, K is cut into parts (`product_parts`) that are stored apart; `add_rms_norm` sums them in order. Nothing is
-added atomically, and no product is wgmma, which sums in another order.
+Every output is one chain of products over K, in an order that hangs on the shape of the weights alone: the number of
+rows only says how many such chains stand side by side. Where a chain would be long and there are few outputs, K is cut
+into parts (`product_parts`) that are stored apart; `add_rms_norm` sums them in order. Nothing is added atomically.
 
-Two forms: product_streamed.py in Gluon for 16-bit weights of wide shapes, and the general one here. Which one a shape
-takes does not depend on the rows, so that their bits never meet.
+Two forms: product_streamed.py in Gluon, for 16-bit weights of wide shapes on Hopper, and the general one here. Which
+one a shape takes does not depend on the rows, so that their bits never meet.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
-from specla.kernels.gpu.product_streamed import ProductTile, launch_streamed, streamed_tile, streams
+from specla.kernels.gpu.product_streamed import ProductTile, launch_streamed, on_hopper, streamed_tile, streams
 
 _ROWS = 16  # of one program: of every height, so that there is one order
 _BLOCK_N = 32
@@ -124,7 +123,8 @@ def product(
     (count, inputs), outputs = x.shape, weight.shape[0]
     interpreted = triton.knobs.runtime.interpret
     overlap = overlap and not interpreted
-    if not interpreted and streams(outputs, inputs, parts, x.dtype):
+    streamed = not interpreted and on_hopper(x.device) and streams(outputs, inputs, parts, x.dtype)
+    if streamed:
         tile = tile or streamed_tile(outputs, inputs, parts, count)
         launch_streamed(x, weight, out, rows, parts, tile, swiglu=swiglu, add=add, overlap=overlap)
         return
