@@ -59,6 +59,9 @@ class Backend(Protocol):
     def release(self, slot: int) -> None:
         """Give a slot back."""
 
+    def usual_batches(self) -> list[list[Topology]]:
+        """Trees, one a session, of passes that are worth preparing before anybody waits for them; maybe none."""
+
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Make what passes of such trees need, one a session, before the first comes; nothing where it is made."""
 

@@ -26,7 +26,13 @@ def memory_of(config: VerifierConfig, target: Target) -> Memory:
     from specla.verifier_service.gpu.memory import GpuMemoryAccount
 
     selector = Selector.for_device(torch.cuda.get_device_name())
-    return GpuMemoryAccount.of(target.weights, config.numerics, selector, max_batch_rows=config.max_batch_rows)
+    return GpuMemoryAccount.of(
+        target.weights,
+        config.numerics,
+        selector,
+        max_batch_rows=config.max_batch_rows,
+        prefill_chunk=config.chunk_tokens,
+    )
 
 
 def backend_for(config: VerifierConfig, target: Target, slots: int) -> Backend:
@@ -63,6 +69,7 @@ def _gpu_backend(config: VerifierConfig, weights: "GpuWeights", slots: int) -> B
         slots=slots,
         max_rows=config.max_rows,
         max_batch_rows=config.max_batch_rows,
+        prefill_chunk=config.chunk_tokens,
     )
     if config.numerics == "exact":
         prove_passes(backend, weights.config.vocab_size, config.max_rows)

@@ -8,6 +8,7 @@ from typing import Literal
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.settings import ServingConfig
 
+_CPU_CHUNK, _GPU_CHUNK = 128, 2048
 MAX_ROWS = 129  # the root and 128 candidates: the most that one session's part of a pass may have
 SHIPPED_TARGET = Path(__file__).resolve().parent.parent / "models"
 
@@ -33,8 +34,8 @@ class VerifierConfig(ServingConfig):
         max_rows: rows of one session in one pass, root included.
         max_prompt_tokens: tokens of one prompt.
         max_new_tokens: tokens of one completion, and the default where a request sets none.
-        prefill_chunk: tokens of one piece of prefill; part of numerics, so the same on verifiers that recover
-            each other's sessions.
+        prefill_chunk: tokens of one piece of prefill, 0 for 128 on a CPU and 2048 on a GPU; part of numerics, so the
+            same on verifiers that recover each other's sessions.
 
     Scheduler:
         max_batch_rows: rows of all sessions in one pass; candidates beyond it are left out.
@@ -56,7 +57,7 @@ class VerifierConfig(ServingConfig):
     max_rows: int = 65
     max_prompt_tokens: int = 32768
     max_new_tokens: int = 4096
-    prefill_chunk: int = 128
+    prefill_chunk: int = 0
     max_batch_rows: int = 256
     drafting: Literal["measured", "unconditional"] = "measured"
     max_draft_wait_s: float = 0.05
@@ -82,7 +83,8 @@ class VerifierConfig(ServingConfig):
         _within("max_rows", self.max_rows, 1, MAX_ROWS)
         _within("max_prompt_tokens", self.max_prompt_tokens, 1, 1 << 31)
         _within("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
-        _within("prefill_chunk", self.prefill_chunk, 16, 8192)
+        if self.prefill_chunk:
+            _within("prefill_chunk", self.prefill_chunk, 16, 8192)
         _within("max_batch_rows", self.max_batch_rows, 1, 1 << 20)
         _seconds("max_draft_wait_s", self.max_draft_wait_s, 10.0)
         _seconds("idle_timeout_s", self.idle_timeout_s, 1e6)
@@ -90,6 +92,11 @@ class VerifierConfig(ServingConfig):
             raise InvalidRequestError(
                 "prefill_chunk", f"prefill_chunk is {self.prefill_chunk}", hint="Give a multiple of 16"
             )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one piece of prefill, whatever was left open."""
+        return self.prefill_chunk or (_GPU_CHUNK if self.device == "cuda" else _CPU_CHUNK)
 
 
 def _one_of(name: str, value: str, allowed: Collection[str]) -> None:

@@ -49,6 +49,10 @@ class CpuBackend:
         self._pending.pop(slot, None)
         self.store.release(slot)
 
+    def usual_batches(self) -> list[list[Topology]]:
+        """None: every pass runs as it comes."""
+        return []
+
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Nothing: every pass runs as it comes."""
 

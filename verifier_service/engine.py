@@ -11,7 +11,7 @@ runs again. Where the model runs, and how, is the backend's matter.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -107,6 +107,17 @@ class Engine:
         self._sessions.add(session)
         return session
 
+    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Make the usual passes ready, which may mean compiling and capturing; later ones are made as they come.
+
+        `progress` is told how many are done, of how many.
+        """
+        batches = self._backend.usual_batches()
+        for done, topologies in enumerate(batches, 1):
+            self._backend.prepare(topologies)
+            if progress is not None:
+                progress(done, len(batches))
+
     @torch.inference_mode()
     def prefill(self, session: Session, budget_tokens: int) -> bool:
         """Run more of the tokens given at opening; at least one chunk, at most about budget_tokens.
@@ -121,7 +132,7 @@ class Engine:
         last, chain_rows = session.prompt_len - 1, self._backend.chain_rows
         while not session.ready and budget_tokens > 0:
             start = session.run_len
-            stop = min(start + self.config.prefill_chunk, last)
+            stop = min(start + self.config.chunk_tokens, last)
             if not (stop - start > chain_rows and self._run_chunk(session, session.slot, start, stop)):
                 stop = min(start + chain_rows, last if start < last else len(session.tokens) - 1)
                 self._run_chain(session, session.slot, start, stop)

@@ -31,6 +31,7 @@ from specla.verifier_service.engine import Engine
 from specla.verifier_service.identity import describe, limits_of
 from specla.verifier_service.mailbox import Mailbox
 from specla.verifier_service.pass_runner import PassRunner
+from specla.verifier_service.preparing import prepare
 from specla.verifier_service.publish import (
     CoordinatorEnd,
     DrafterEnd,
@@ -127,8 +128,9 @@ class Scheduler:
         return self
 
     def _prepare(self, pass_times: PassTimes | None) -> None:
-        """Measure what is not given; let threads hand over sooner."""
+        """Make passes ready, measure what is not given; let threads hand over sooner."""
         speed_up_hops()
+        prepare(self._engine)
         self._passes.times = pass_times or measure(partial(self._engine.measure_pass_times, repeats=1), self._clock)
         self._beat = self._clock()
 
@@ -264,7 +266,7 @@ class Scheduler:
         live = waiting[self._prefill_turn % len(waiting)]
         started = self._clock()
         try:
-            ready = self._engine.prefill(live.session, self.config.prefill_chunk)
+            ready = self._engine.prefill(live.session, self.config.chunk_tokens)
         except Exception as error:
             self._roster.fail(live, internal_error("prefill", error))
             return True

@@ -106,7 +106,7 @@ def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) ->
         weights.kernels,
         numerics_tag(weights.dense_weights()),
         f"threads-{torch.get_num_threads()}",
-        f"chunk-{config.prefill_chunk}",
+        f"chunk-{config.chunk_tokens}",
         digest[:16],
     )
     return "/".join(parts)
@@ -121,7 +121,7 @@ def _gpu_numerics_id(config: VerifierConfig, dtype: torch.dtype, digest: str) ->
         f"arithmetic-{GPU_ARITHMETIC}",
         f"torch-{torch.__version__}",
         f"triton-{version('triton')}",
-        f"chunk-{config.prefill_chunk}",
+        f"chunk-{config.chunk_tokens}",
         digest[:16],
     )
     return "/".join(parts)

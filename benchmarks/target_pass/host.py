@@ -40,7 +40,6 @@ def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) 
         max_sessions=sessions,
         max_rows=max_rows,
         max_batch_rows=max(256, sessions * max_rows),
-        prefill_chunk=2048,
     )
     return Engine(config, target=target)
 

@@ -18,7 +18,14 @@ from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
 from specla.verifier_service.features import FINAL_NORM
-from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of, chain_rows, largest_bucket
+from specla.verifier_service.gpu.buckets import (
+    MOST_PENDING,
+    PENDING,
+    bucket_of,
+    chain_rows,
+    largest_bucket,
+    usual_batches,
+)
 from specla.verifier_service.gpu.buffers import MOST_ENTRIES, PassBuffers
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
@@ -57,7 +64,7 @@ class GpuBackend:
             max_batch_rows: candidates of all sessions in one pass; every session has its root beside them.
             prefill_chunk: tokens of one `run_chunk` at the most.
         """
-        self.chain_rows = chain_rows(max_rows)
+        self.chain_rows, self._max_rows = chain_rows(max_rows), max_rows
         rows = max(max_rows, self.chain_rows)
         config, device = weights.config, weights.device
         self.weights, self.mode, self._selector = weights, mode, selector
@@ -122,10 +129,16 @@ class GpuBackend:
         """In the chunked form, which advances the stored state itself."""
         return self._prefill.run(slot, tokens, layers)
 
+    def usual_batches(self) -> list[list[Topology]]:
+        """Plain decoding and drafts of every size, for one session and twice as many over and over, up to all."""
+        return usual_batches(self.store.free_slots, self._max_rows, self._most_rows)
+
     @torch.inference_mode()
-    def prepare(self, topologies: Sequence[Topology], *, samples: bool = True) -> None:
+    def prepare(self, topologies: Sequence[Topology]) -> None:
         """Compile and capture what a pass of such trees needs, before one comes."""
-        self._run_for(tuple(topologies), samples, ())
+        self._run_for(tuple(topologies), True, ())
+        if len(topologies) == 1 and len(topologies[0]) == len(topologies[0].levels):
+            self._run_for(tuple(topologies), False, ())  # known tokens run as one session's chain
 
     def _find_run(self, topologies: tuple[Topology, ...], samples: bool, layers: tuple[int, ...]) -> PassRun:
         """What passes of these trees run on, captured now if they are the first of their kind."""

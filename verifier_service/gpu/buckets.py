@@ -45,6 +45,27 @@ def largest_bucket(sessions: int, tree_rows: int, most_rows: int, taps: int) -> 
     return _bucket(sessions, min(sessions * tree_rows, most_rows), tree_rows, most_rows, taps, 1)
 
 
+def usual_batches(sessions: int, max_rows: int, most_rows: int) -> list[list[Topology]]:
+    """Batches of trees whose buckets are made at the start: every number of sessions and size of tree that fits.
+
+    Args:
+        sessions: the most at once.
+        max_rows: of one session.
+        most_rows: of all together.
+    """
+    found = []
+    counts = [1 << i for i in range(sessions.bit_length())]
+    for rows in dict.fromkeys(min(size, max_rows) for size in TREE_ROWS):
+        shapes = [_binary(rows)] if rows < 3 else [_binary(rows), Topology.from_wire(range(-1, rows - 2))]
+        found += [[shape] * count for count in counts if count * rows <= most_rows for shape in shapes]
+    return found
+
+
+def _binary(rows: int) -> Topology:
+    """Every row has two children, as far as rows go: about as deep as a drafter's tree."""
+    return Topology.from_wire([(row - 1) // 2 - 1 for row in range(1, rows)])
+
+
 def _bucket(sessions: int, total: int, largest: int, most_rows: int, taps: int, groups: int) -> Bucket:
     tree_rows = next(size for size in TREE_ROWS if size >= largest)
     places = _power_of_two(sessions)

@@ -1,0 +1,29 @@
+"""Makes an engine's usual passes ready at the start, and says how far it is: on a GPU that takes a while."""
+
+import time
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specla.verifier_service.engine import Engine
+
+log = structlog.get_logger("specla.verifier")
+
+
+def prepare(engine: Engine) -> None:
+    """A bar on a terminal, and one line in the log when there was something to do."""
+    begun, console = time.monotonic(), Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    made = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("making passes ready", total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            nonlocal made
+            made = done
+            bar.update(task, completed=done, total=total, visible=True)
+
+        engine.prepare(show)
+    if made:
+        log.info("passes_ready", passes=made, seconds=round(time.monotonic() - begun, 1))
