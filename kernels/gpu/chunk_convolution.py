@@ -45,13 +45,14 @@ def _convolved(
 def chunk_convolution_kernel(
     p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_x, p_history, p_kept, p_q, p_k, p_v, p_g, p_beta, T, P, kept,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    PITCH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
     X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
     Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2 H + HV + 1, blocks of rows): heads of q, of k and of v, then all heads' gates.
 
-    Channels past a head's width are computed from those within, and neither summed nor stored. Rows past T are zeros.
+    Channels past a head's width are computed from those within and not summed; columns past it, up to the pitch of q
+    and k, are zeros, and rows past T.
     """
     D: tl.constexpr = 2 * H * K + HV * V
     i_head = tl.program_id(0)
@@ -62,15 +63,15 @@ def chunk_convolution_kernel(
         o_k = tl.arange(0, BK)[None, :]
         o_channel = i_head * K + tl.minimum(o_k, K - 1)  # [1, BK]
         y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, D, X_STRIDE, W)
-        mask = filled & (o_k < K)
         norm = tl.sqrt(tl.sum(tl.where(o_k < K, y * y, 0.0), 1) + EPS)  # [ROWS]
-        y = y / norm[:, None]
-        o_row = i_row.to(tl.int64) * (H * K)
+        y = tl.where(o_k < K, y / norm[:, None], 0.0)
+        o_key = i_row.to(tl.int64) * (H * PITCH) + o_k
+        mask = filled & (o_k < PITCH)
         if i_head < H:
-            tl.store(p_q + o_row + o_channel, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
+            tl.store(p_q + o_key + i_head * PITCH, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
         else:
-            tl.store(p_k + o_row + o_channel - H * K, y.to(p_k.dtype.element_ty), mask=mask)
-        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D)
+            tl.store(p_k + o_key + (i_head - H) * PITCH, y.to(p_k.dtype.element_ty), mask=mask)
+        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, filled & (o_k < K), D)
     elif i_head < 2 * H + HV:
         o_v = tl.arange(0, BV)[None, :]
         o_value = (i_head - 2 * H) * V + tl.minimum(o_v, V - 1)  # [1, BV]
@@ -121,19 +122,21 @@ def chunk_convolution(
         pool_x: model dtype [F, D], the raw inputs in the session's pool.
         history: int32 [W - 1], pool rows of the tokens before, oldest first; -1 for the zeros before a text.
         kept: int32 [min(W - 1, T)], pool rows that the last tokens' raw inputs are written to; none of `history`.
-        out: where the rows go, T or more of each; those past T become zeros.
+        out: where the rows go, T or more of each; those past T become zeros, and so do columns of q and k past the
+            key width, which x tells.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
     _check(x, a, b, parameters, pool_x, history, kept, out)
-    rows, heads, key_width = out.q.shape
+    rows, heads, pitch = out.q.shape
     value_heads, value_width = out.v.shape[1:]
+    key_width = (x.shape[1] - value_heads * value_width) // (2 * heads)
     chunk_convolution_kernel[(2 * heads + value_heads + 1, triton.cdiv(rows, _ROWS))](
         x, a, b, parameters.weight, parameters.a_log, parameters.dt_bias, pool_x, history, kept, *out,
         len(x), rows, len(kept),
         H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
-        BK=triton.next_power_of_2(key_width), BV=triton.next_power_of_2(value_width),
+        PITCH=pitch, BK=triton.next_power_of_2(pitch), BV=triton.next_power_of_2(value_width),
         BH=triton.next_power_of_2(value_heads), ROWS=_ROWS, X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
         Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS, num_warps=_WARPS,
     )  # fmt: skip
@@ -149,9 +152,10 @@ def _check(
     kept: Tensor,
     out: LayerRows,
 ) -> None:
-    tokens, (rows, heads, key_width) = len(x), out.q.shape
+    tokens, (rows, heads, pitch), taps = len(x), out.q.shape, parameters.weight.shape[0]
     value_heads, value_width = out.v.shape[1:]
-    channels, taps = 2 * heads * key_width + value_heads * value_width, parameters.weight.shape[0]
+    key_width = (x.shape[1] - value_heads * value_width) // (2 * heads)
+    channels = 2 * heads * key_width + value_heads * value_width
     model, single, index = (x.dtype,), (torch.float32,), (torch.int32,)
     wanted = {
         "x": (x, (tokens, channels), _MODEL_DTYPES),
@@ -163,12 +167,14 @@ def _check(
         "pool_x": (pool_x, (pool_x.shape[0], channels), model),
         "history": (history, (taps - 1,), index),
         "kept": (kept, (min(taps - 1, tokens),), index),
-        "out.q": (out.q, (rows, heads, key_width), model),
-        "out.k": (out.k, (rows, heads, key_width), model),
+        "out.q": (out.q, (rows, heads, pitch), model),
+        "out.k": (out.k, (rows, heads, pitch), model),
         "out.v": (out.v, (rows, value_heads, value_width), model),
         "out.g": (out.g, (rows, value_heads), single),
         "out.beta": (out.beta, (rows, value_heads), single),
     }
+    if not 0 < key_width <= pitch:
+        raise ValueError(f"x is {list(x.shape)} for {heads} heads of q and k of {pitch}: give them their width or more")
     if not 0 < tokens <= rows:
         raise ValueError(f"{tokens} rows of x and {rows} of out: give at least one, and as many places or more")
     for name, (tensor, shape, dtypes) in wanted.items():

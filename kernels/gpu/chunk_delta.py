@@ -63,6 +63,11 @@ class ChunkWorkspace(NamedTuple):
         )
 
 
+def key_pitch(key_width: int, dtype: torch.dtype) -> int:
+    """The width of q and k for heads of such keys, zeros behind theirs: what products take at once in 16 bits."""
+    return key_width if dtype == torch.float32 else max(64, triton.next_power_of_2(key_width))
+
+
 def halves_of(dtype: torch.dtype) -> int:
     """How many numbers of a dtype stand for one float32."""
     return 1 if dtype == torch.float32 else 2
@@ -180,10 +185,10 @@ def chunk_solve_kernel(
 @triton.jit(do_not_specialize=["chunks", "half_stride", "decay_stride"])
 def chunk_scan_kernel(
     p_q, p_k, p_v, p_inverse, p_scores, p_decay, p_state, p_o, chunks, half_stride, decay_stride,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, SPLIT: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of V, HV)."""
+    """Grid (tiles of V, HV). KEYS: the state's K."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     i_v, i_h = tl.program_id(0), tl.program_id(1)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
@@ -191,9 +196,9 @@ def chunk_scan_kernel(
     o_square = o_c[:, None] * C + o_c[None, :]
     o_key = o_c[:, None] * (H * K) + o_k[None, :]  # [C, BK]
     o_value = o_c[:, None] * (HV * V) + o_v  # [C, BV]
-    p_state += i_h.to(tl.int64) * (K * V)
+    p_state += i_h.to(tl.int64) * (KEYS * V)
     o_state = o_k[:, None] * V + o_v
-    m_state = (o_k < K)[:, None] & (o_v < V)
+    m_state = (o_k < KEYS)[:, None] & (o_v < V)
     p_q += i_h // (HV // H) * K
     p_k += i_h // (HV // H) * K
     p_v += i_h * V
@@ -241,7 +246,8 @@ def chunk_delta_rule(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, 
 
     Args:
         rows: the tokens, in order; q normalised and scaled, g from -inf to 0, beta 0 to 2. T is a multiple of `CHUNK`:
-            rows of zeros behind the last token fill it up and leave the state as it is.
+            rows of zeros behind the last token fill it up and leave the state as it is. The width of q and k is
+            `key_pitch` or, in any other form than the usual one, K; columns past K are zeros.
         state: float32 [HV, K, V], read and written.
         workspace: for T tokens or more.
         o: float32 or the model's dtype [T, HV, V].
@@ -250,7 +256,7 @@ def chunk_delta_rule(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, 
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
     _check(rows, state, workspace, o)
-    tokens, heads, key_width = rows.q.shape
+    tokens, heads, pitch = rows.q.shape
     value_heads, value_width = rows.v.shape[1:]
     chunk, dtype = workspace.scores.shape[-1], rows.k.dtype
     chunks = tokens // chunk
@@ -258,28 +264,29 @@ def chunk_delta_rule(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, 
     split = halves_of(dtype) == 2
     chunk_solve_kernel[(value_heads, chunks)](
         rows.q, rows.k, rows.g, rows.beta, *workspace, *strides,
-        H=heads, HV=value_heads, K=key_width, BK=min(_KEYS, triton.next_power_of_2(key_width)), C=chunk, SPLIT=split,
+        H=heads, HV=value_heads, K=pitch, BK=min(_KEYS, triton.next_power_of_2(pitch)), C=chunk, SPLIT=split,
         num_warps=_SOLVE_WARPS,
     )  # fmt: skip
-    if state.is_cuda and not triton.knobs.runtime.interpret and scans(key_width, dtype):
+    if state.is_cuda and not triton.knobs.runtime.interpret and scans(pitch, dtype):
         launch_scan(rows.q, rows.k, rows.v, *workspace, state, o)
         return
     chunk_scan_kernel[(triton.cdiv(value_width, _COLUMNS), value_heads)](
         rows.q, rows.k, rows.v, *workspace, state, o, chunks, *strides,
-        H=heads, HV=value_heads, K=key_width, V=value_width, BK=triton.next_power_of_2(key_width), BV=_COLUMNS,
-        C=chunk, SPLIT=split, num_warps=_SCAN_WARPS,
+        H=heads, HV=value_heads, K=pitch, KEYS=state.shape[1], V=value_width, BK=triton.next_power_of_2(pitch),
+        BV=_COLUMNS, C=chunk, SPLIT=split, num_warps=_SCAN_WARPS,
     )  # fmt: skip
 
 
 def _check(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor) -> None:
-    tokens, heads, key_width = rows.q.shape
+    tokens, heads, pitch = rows.q.shape
     value_heads, value_width = rows.v.shape[1:]
+    key_width = min(pitch, state.shape[1])
     model, single = (rows.k.dtype,), (torch.float32,)
     halves, room, _, chunk, _ = workspace.scores.shape
     squares = (halves, room, value_heads, chunk, chunk)
     wanted = {
-        "q": (rows.q, (tokens, heads, key_width), model),
-        "k": (rows.k, (tokens, heads, key_width), model),
+        "q": (rows.q, (tokens, heads, pitch), model),
+        "k": (rows.k, (tokens, heads, pitch), model),
         "v": (rows.v, (tokens, value_heads, value_width), model),
         "g": (rows.g, (tokens, value_heads), single),
         "beta": (rows.beta, (tokens, value_heads), single),
@@ -299,7 +306,7 @@ def _check(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor)
             f"{tokens} rows and a workspace for {room * chunk}, of {halves} halves: "
             f"give a multiple of {CHUNK} rows, room for all, and {halves_of(rows.k.dtype)} halves"
         )
-    if tokens * max(heads * key_width, value_heads * max(value_width, CHUNK)) >= 1 << 31:
+    if tokens * max(heads * pitch, value_heads * max(value_width, CHUNK)) >= 1 << 31:
         raise ValueError(f"{tokens} rows of {value_heads} heads: give fewer, whose numbers 31 bits count")
     for name, (tensor, shape, dtypes) in wanted.items():
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:

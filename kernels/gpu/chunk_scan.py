@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specla.kernels.gpu.layouts import barrier
 
 _WARPS = 4
-_KEY_WIDTHS = (64, 128, 256, 512)
+_KEY_WIDTHS = (64, 128, 256, 512)  # with the zeros behind narrower ones
 
 
 def scans(key_width: int, dtype: torch.dtype) -> bool:
@@ -97,10 +97,10 @@ def _product_of_halves(a_upper, a_lower, b_upper, b_lower, acc, FIRST: gl.conste
 @gluon.jit(do_not_specialize=["chunks", "decay_stride"])
 def chunk_scan_streamed_kernel(
     q, k, v, inverse, scores, p_decay, p_state, p_o, chunks, decay_stride,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-    LOWER: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KEYS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    C: gl.constexpr, LOWER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid (V / BV, HV). LOWER: rows of `inverse` and `scores` before their lower halves."""
+    """Grid (V / BV, HV). LOWER: rows of `inverse` and `scores` before their lower halves. KEYS: the state's K."""
     DTYPE: gl.constexpr = k.dtype
     P: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, P)
@@ -109,7 +109,8 @@ def chunk_scan_streamed_kernel(
     col = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, P)), 0)
     row = gl.arange(0, C, layout=ROW)
     o_o = gl.expand_dims(row, 1) * (HV * V) + o_value + col
-    o_s = (i_h * K + gl.expand_dims(gl.arange(0, K, layout=ROW), 1)) * V + i_v * BV + col
+    o_k = gl.expand_dims(gl.arange(0, K, layout=ROW), 1)
+    o_s = (i_h * KEYS + o_k) * V + i_v * BV + col
 
     at_k = gl.allocate_shared_memory(DTYPE, [STAGES, C, K], k.layout)
     at_q = gl.allocate_shared_memory(DTYPE, [STAGES, C, K], q.layout)
@@ -129,7 +130,7 @@ def chunk_scan_streamed_kernel(
         _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, o_key, o_value, i_h, i < chunks,
              C, HV, LOWER, STAGES)  # fmt: skip
     _ask_scores(scores, at_scores, ready.index(STAGES), i_h * C, True, LOWER)
-    s = gl.load(p_state + o_s)  # [K, BV]
+    s = gl.load(p_state + o_s, mask=o_k < KEYS, other=0.0)  # [K, BV]
     p_decay += i_h * C
     from_start = gl.load(p_decay + row)
     to_end = gl.load(p_decay + decay_stride + row)
@@ -175,7 +176,7 @@ def chunk_scan_streamed_kernel(
         from_start, to_end, whole = next_from_start, next_to_end, next_whole
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(ready.index(i))
-    gl.store(p_state + o_s, s)
+    gl.store(p_state + o_s, s, mask=o_k < KEYS)
 
 
 def launch_scan(
@@ -189,7 +190,7 @@ def launch_scan(
         _tiles(q.view(rows, -1), chunk, key_width), _tiles(k.view(rows, -1), chunk, key_width),
         _tiles(v.view(rows, -1), chunk, columns), _tiles(inverse.view(-1, chunk), chunk, chunk),
         _tiles(scores.view(-1, chunk), chunk, chunk), decay, state, o, rows // chunk, decay.stride(0),
-        H=heads, HV=value_heads, K=key_width, V=value_width, BV=columns, C=chunk,
+        H=heads, HV=value_heads, K=key_width, KEYS=state.shape[1], V=value_width, BV=columns, C=chunk,
         LOWER=scores.stride(0) // chunk, STAGES=1 if key_width == 512 else 2, num_warps=_WARPS,
     )  # fmt: skip
 

@@ -38,6 +38,7 @@ class GpuMemoryAccount:
         max_batch_rows: rows of all sessions in one pass.
         weights: bytes of the weights, which are loaded.
         free: bytes that the device has beside them.
+        prefill_chunk: tokens of one chunk of a prompt.
     """
 
     config: GatedDeltaNetConfig
@@ -47,13 +48,16 @@ class GpuMemoryAccount:
     max_batch_rows: int
     weights: int
     free: int
+    prefill_chunk: int = 128
 
     @classmethod
-    def of(cls, weights: GpuWeights, mode: Mode, selector: Selector, *, max_batch_rows: int) -> GpuMemoryAccount:
+    def of(
+        cls, weights: GpuWeights, mode: Mode, selector: Selector, *, max_batch_rows: int, prefill_chunk: int = 128
+    ) -> GpuMemoryAccount:
         """The account of a target that has been loaded, on its device as it is now."""
         torch.cuda.empty_cache()  # what loading has used
         free, _ = torch.cuda.mem_get_info(weights.device)
-        return cls(weights.config, weights.dtype, mode, selector, max_batch_rows, weights.nbytes, free)
+        return cls(weights.config, weights.dtype, mode, selector, max_batch_rows, weights.nbytes, free, prefill_chunk)
 
     @property
     def state_per_session(self) -> int:
@@ -115,6 +119,7 @@ class GpuMemoryAccount:
             slots=slots,
             max_rows=max_rows,
             max_batch_rows=self.max_batch_rows,
+            prefill_chunk=self.prefill_chunk,
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.chunk_convolution import chunk_convolution
-from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule
+from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
 from specla.kernels.gpu.chunk_swiglu import chunk_swiglu
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
@@ -63,7 +63,8 @@ class ChunkBuffers(NamedTuple):
         stream, normed, added = take(hidden, of=torch.float32), take(hidden), take(hidden)
         mlp = layout.beside()
         inputs = take(InputWidths.of(config).total)
-        rows = LayerRows.empty(filled, heads, value_heads, config.head_dim, config.head_v_dim, dtype, "meta")
+        pitch = key_pitch(config.head_dim, dtype)
+        rows = LayerRows.empty(filled, heads, value_heads, pitch, config.head_v_dim, dtype, "meta")
         workspace = ChunkWorkspace.empty(filled, value_heads, dtype, "meta")
         gate_up, activated = (mlp.take(filled, width, dtype=dtype) for width in (2 * config.mlp_dim, config.mlp_dim))
         buffers = cls(

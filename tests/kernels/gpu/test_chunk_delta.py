@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specla.kernels import reference
-from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule
+from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
 from specla.kernels.gpu.layer_rows import LayerRows
 
 POISON = 7777.0
@@ -30,14 +30,17 @@ class Numbers:
     def random(self, *shape):
         return torch.randn(*shape, generator=self.generator)
 
-    def filled(self):
-        """The rows with zeros behind them."""
-        more = -self.tokens % CHUNK
-        return LayerRows(*(torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in self.rows))
+    def filled(self, pitch=None):
+        """The rows with zeros behind them, and zeros behind every head of q and k."""
+        more, key_width = -self.tokens % CHUNK, self.state.shape[1]
+        pitch = key_pitch(key_width, self.rows.k.dtype) if pitch is None else pitch
+        rows = LayerRows(*(torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in self.rows))
+        wide = {name: torch.nn.functional.pad(getattr(rows, name), (0, pitch - key_width)) for name in ("q", "k")}
+        return rows._replace(**wide)
 
-    def run(self, chunk=None, room=0):
+    def run(self, chunk=None, room=0, pitch=None):
         """o and the state after, in poisoned memory."""
-        rows, state = self.filled(), self.state.clone()
+        rows, state = self.filled(pitch), self.state.clone()
         value_heads = state.shape[0]
         workspace = ChunkWorkspace.empty(len(rows.q) + room, value_heads, rows.k.dtype, state.device, chunk)
         for x in workspace:
@@ -47,8 +50,8 @@ class Numbers:
         assert bool((o[self.tokens :] != POISON).all()), "rows that fill a chunk up must be written too"
         return o[: self.tokens], state
 
-    def check(self, chunk=None, room=0):
-        o, state = self.run(chunk, room)
+    def check(self, chunk=None, room=0, pitch=None):
+        o, state = self.run(chunk, room, pitch)
         rows = LayerRows(*(x.cpu() for x in self.rows))
         before = self.state.cpu()
         want, u = reference.verify_tree(*rows, before, list(range(-1, self.tokens - 1)))
@@ -67,7 +70,7 @@ def rel(got, want):
     [(130, (1, 2, 48, 16), 64), (64, (2, 2, 32, 32), 64), (70, (1, 3, 16, 48), None), (1, (1, 1, 16, 16), 32)],
 )
 def test_outputs_and_state_against_the_reference(tokens, shape, chunk, device):
-    Numbers(tokens, *shape, torch.float32, device).check(chunk, room=64)
+    Numbers(tokens, *shape, torch.float32, device).check(chunk, room=64, pitch=shape[2] + 16)
 
 
 def test_strong_decays_and_a_cleared_state(device):
