@@ -269,6 +269,7 @@ def kernels(
     tune: Annotated[
         Path | None, typer.Option(help="Measure what the selector chooses from instead; write its table there.")
     ] = None,
+    tune_rows: Annotated[str, typer.Option(help="Tune these buckets alone: rows of a tree, by commas.")] = "",
     json: JsonOption = None,
 ) -> None:
     """The verification kernels and their rivals on a GPU; exits 1 if one is wrong or a goal is missed."""
@@ -290,7 +291,8 @@ def kernels(
 
     try:
         if tune is not None:
-            done = measure_table(cases.tuning_plan(), tune, budget=budget, say=say)
+            buckets = [int(rows) for rows in _numbers(tune_rows, "--tune-rows")] if tune_rows else []
+            done = measure_table(cases.tuning_plan(buckets), tune, budget=budget, say=say)
         else:
             plan = cases.goals_plan() if only == "goals" else cases.full_plan()
             done = work.run(plan, budget=budget, say=say, save=save)

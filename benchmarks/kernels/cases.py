@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ _SIZES = (
 )
 
 TREES: dict[str, Callable[[], Topology]] = {
-    **{f"chain of {n}": partial(chain, n) for n in (4, 8, 16, 24, 40, 80)},
+    **{f"chain of {n}": partial(chain, n) for n in (1, 4, 8, 16, 24, 40, 80)},
     **{f"tree {sizes}": partial(tree, *sizes) for sizes in _SIZES},
     **{f"EAGLE-like tree of {n}": partial(eagle_like, n) for n in (16, 32, 64, 128, 129)},
 }
@@ -162,6 +162,7 @@ def goals_plan() -> Plan:
 
 
 TUNING_TREES = {
+    1: ("chain of 1",),
     16: (_eagle(16), "chain of 4", "chain of 16", DEEP, "tree (8, 2, 12)"),
     32: (_eagle(32), "chain of 24", WIDE_TREE, "tree (2, 12, 24)"),
     64: (_eagle(64), "chain of 40", "tree (8, 3, 48)", "tree (4, 10, 40)"),
@@ -172,16 +173,18 @@ TUNING_TREES = {
 the costs of steps, groups and blocks could not be told apart."""
 
 
-def tuning_plan() -> Plan:
+def tuning_plan(only: Collection[int] = ()) -> Plan:
     """What a selector's table is made from: every shape and number of sessions, trees of every bucket.
 
-    Buckets that another one nearly equals come last: a run that is cut short does best without them.
+    Buckets that another one nearly equals come last: a run that is cut short does best without them. `only` names
+    buckets by their rows, and leaves the others out.
     """
     places = [
         Place(shape=shape, sessions=sessions, rows=rows, trees=TUNING_TREES[rows])
-        for some in ((16, 32, 64, 129), (128,))
+        for some in ((1, 16, 32, 64, 129), (128,))
         for shape in (PAPER, WIDE, NARROW)
         for rows in some
         for sessions in (1, 16, 4, 64)
+        if not only or rows in only
     ]
     return Plan(places=tuple(places), drift_steps=0)

@@ -29,7 +29,8 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
 
     Args:
         plan: its places are the grid.
-        table: where the selector's table goes; written anew after every place, so that a killed run leaves one.
+        table: where the selector's table goes; written anew after every place, so that a killed run leaves one. Places
+            of a table that is there already, made on such a device, stay until they are measured anew.
         budget: seconds after which nothing more is begun.
         say: told about progress, a line at a time.
 
@@ -49,7 +50,7 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
     notes["seconds of checks"] = round(clock.elapsed, 1)
     device.wake()
     notes["clocks before"] = device.clocks()
-    measured: list[Measured] = []
+    measured = _former(table)
     worst = {mode: (0.0, "") for mode in MODES}
     for place in plan.places:
         if clock.elapsed > budget:
@@ -57,8 +58,9 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
             continue
         with clock.stage(place.name):
             times = _times(place, prepared.left_out, plan.device)
-        measured.append(fitted(place, times))
-        for row in _rows(place, times, measured[-1]):
+        made_anew = fitted(place, times)
+        measured = [former for former in measured if _at(former) != _at(made_anew)] + [made_anew]
+        for row in _rows(place, times, made_anew):
             made.report.rows.append(row)
             for mode in MODES:
                 if row.name == OVER_BEST[mode]:
@@ -71,6 +73,18 @@ def tune(plan: Plan, table: Path, *, budget: float, say: Say) -> Run:
     notes["clocks after"] = device.clocks()
     notes["seconds"] = round(clock.elapsed, 1)
     return made
+
+
+def _at(place: Measured) -> tuple[LayerShape, int, int]:
+    return place.shape, place.sessions, place.rows
+
+
+def _former(table: Path) -> list[Measured]:
+    """What a table holds already."""
+    if not table.exists():
+        return []
+    found = json.loads(table.read_text())
+    return list(Selector.from_table(found).measured) if device.name() in found["devices"] else []
 
 
 def _times(place: Place, left_out: set[Kernel], where: str) -> Times:

@@ -28,6 +28,8 @@ def fit(choice: Choice, samples: Sequence[tuple[Topology, float]]) -> Cost:
     if not len(times) or not np.isfinite(times).all() or (times <= 0).any():
         raise ValueError(f"times {times}: give at least one, all positive and finite")
     columns = np.array([[1.0, *features(choice, topology)] for topology, _ in samples])
+    if all(len(topology) == 1 for topology, _ in samples):  # plain decoding: there is no other tree
+        return Cost(choice, float(np.median(times)), 0.0, 0.0)
     kinds, parts = len(np.unique(columns, axis=0)), np.zeros(3)
     used = [i for i in range(3) if i == 0 or np.ptp(columns[:, i]) > 0]  # what never varies is part of the base
     if kinds < len(used) or 1 not in used:

@@ -33,6 +33,7 @@ from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.selector import Choice
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.gpu.tuning import fit
+from specla.kernels.topology import Topology
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -114,11 +115,20 @@ class TestCases:
     def test_tuning_covers_shapes_sessions_and_buckets(self):
         plan = tuning_plan()
         found = {(place.shape, place.sessions, place.rows) for place in plan.places}
-        assert found == {(s, n, r) for s in (PAPER, WIDE, NARROW) for n in (1, 4, 16, 64) for r in BUCKETS}
+        assert found == {(s, n, r) for s in (PAPER, WIDE, NARROW) for n in (1, 4, 16, 64) for r in (1, *BUCKETS)}
         assert len({place.name for place in plan.places}) == len(plan.places) == len(found)
         assert not plan.cases
         assert not plan.samplers
         assert not plan.drift_steps
+
+    def test_some_buckets_alone(self):
+        assert {place.rows for place in tuning_plan([1, 64]).places} == {1, 64}
+
+    def test_plain_decoding_has_one_tree_and_one_cost(self):
+        (tree,) = next(p for p in tuning_plan().places if p.rows == 1).topologies.values()
+        assert tree is Topology.root_only()
+        found = fit(Choice("serial"), [(tree, 3.0), (tree, 5.0), (tree, 4.0)])
+        assert (found.base, found.per_step, found.per_other) == (4.0, 0.0, 0.0)
 
     @pytest.mark.parametrize("rows", BUCKETS)
     def test_a_places_trees_tell_all_costs_apart(self, rows):
