@@ -112,8 +112,8 @@ def product(
             [R, N / 2]. K stays whole.
         add: out, float32 [R, N], is added to: the residual on the way out. K stays whole.
         overlap: whether to begin while the kernel before may still run; that one must not write `rows` or `weight`.
-            The first weights are then on their way before it ends. The next launch may begin once all weights of this
-            one are asked for; whatever came before the kernel before is done by then.
+            The first weights are then on their way before it ends. The next launch may begin once this one has waited;
+            whatever came before the kernel before is done by then.
         tile: how the streamed form cuts the work; None chooses. Changes no bits.
 
     Raises:

@@ -11,6 +11,7 @@ two neighbours: a wider store, or a gate and what it gates.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,6 @@ class ProductTile(NamedTuple):
     """8, 16, 32, 64, 128 or 256."""
     warps: int
     """4, or 8 for tiles of 128 outputs, which many rows need."""
-    eager: bool = False
 
 
 def streams(outputs: int, inputs: int, parts: int, dtype: torch.dtype) -> bool:
@@ -69,21 +69,21 @@ def on_hopper(device: torch.device) -> bool:
 
 def streamed_tile(outputs: int, inputs: int, parts: int, rows: int) -> ProductTile:
     """A tile for a shape and R row places: the fastest, or nearly, of those timed on an H200."""
-    height = min(256, max(8, triton.next_power_of_2(rows)))
-    row_tiles = triton.cdiv(rows, height)
+    height: int = min(256, max(8, triton.next_power_of_2(rows)))
+    row_tiles = math.ceil(rows / height)
 
     def rounds(width: int) -> int:
         """How often the multiprocessors take a program each."""
-        return triton.cdiv(triton.cdiv(outputs, width) * parts * row_tiles, _MULTIPROCESSORS)
+        return math.ceil(math.ceil(outputs / width) * parts * row_tiles / _MULTIPROCESSORS)
 
     # Few rows wait for memory, and are best spread out; many wait for products, of which wide tiles do more at a time.
     wide = height > 64 and outputs >= 128 and 2 * rounds(128) <= rounds(64)
     width = 128 if wide else 64
     block_k = 128 if height <= 64 and inputs % (parts * 128) == 0 else 64
     together = rounds(width) > 1 and height <= 128  # two programs on a multiprocessor, or three
-    kilobytes = 96 if together else 144 if height <= 64 else 200
+    kilobytes = 96 if together else {128: 160, 256: 200}.get(height, 144)
     stages = kilobytes * 1024 // ((width + height) * block_k * 2)
-    return ProductTile(width, block_k, stages, height, 8 if wide else 4, height <= 32)
+    return ProductTile(width, block_k, stages, height, 8 if wide else 4)
 
 
 @constexpr_function
@@ -191,7 +191,6 @@ def product_streamed_kernel(
     SWIGLU: gl.constexpr,
     ADD: gl.constexpr,
     OVERLAP: gl.constexpr,
-    EAGER: gl.constexpr,
 ):
     """Grid (tiles of rows, tiles of outputs times parts of K): programs that share weights follow each other."""
     KP: gl.constexpr = K // PARTS
@@ -216,7 +215,7 @@ def product_streamed_kernel(
         gdc_wait()
     for i in gl.static_range(STAGES):
         _ask_rows(x, at_x, full, i, i, KP, BK, RT, PARTS)
-    if OVERLAP and (EAGER or STEPS == STAGES):
+    if OVERLAP:  # memory is busier with both kernels' weights under way
         gdc_launch_dependents()
     acc = gl.zeros([BN, RT], gl.float32, warpgroup_products(WARPS, RT))
     for step in range(STEPS):
@@ -228,8 +227,6 @@ def product_streamed_kernel(
         if (step > 0) & (ahead < STEPS):
             _ask_weights(weight, at_w, full, ahead, ahead % STAGES, N, KP, BN, BK, RT, PARTS)
             _ask_rows(x, at_x, full, ahead, ahead % STAGES, KP, BK, RT, PARTS)
-            if OVERLAP and not EAGER and ahead == STEPS - 1:  # all weights are asked for
-                gdc_launch_dependents()
     acc = warpgroup_mma_wait(0, deps=[acc])
     _store(acc, p_out, n, R, N, BN, PARTS, RT, WARPS, SWIGLU, ADD)
 
@@ -275,7 +272,6 @@ def launch_streamed(
         SWIGLU=swiglu,
         ADD=add,
         OVERLAP=overlap,
-        EAGER=tile.eager,
         num_warps=tile.warps,
         launch_pdl=overlap,
     )
