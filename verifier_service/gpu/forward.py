@@ -17,7 +17,7 @@ from specla.kernels.gpu.embedding import embed
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
+from specla.kernels.gpu.norms import Activation, Admit, add_rms_norm, gated_norm
 from specla.kernels.gpu.pass_batch import PassBatch
 from specla.kernels.gpu.product import product
 from specla.kernels.gpu.sampling import sample
@@ -26,6 +26,8 @@ from specla.kernels.gpu.serial import verify_serial
 from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
+
+_FEW_ROWS = 32
 
 Verify = Callable[[LayerRows, Tensor, FactorPool, PassBatch, Tensor], None]
 """(rows, states, pool, batch, o): a verification kernel for one layer, with its workspace or tile."""
@@ -40,18 +42,18 @@ def verify_of(choice: Choice, buffers: PassBuffers) -> Verify:
 
 def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify) -> None:
     """From tokens to the final norm: `final` and `hidden` of the activations, and the rows' factors in the pools."""
-    x, rows, eps = buffers.activations, buffers.counted, weights.config.norm_eps
+    x, rows, eps, admit = buffers.activations, buffers.counted, weights.config.norm_eps, _admit(buffers)
     embed(buffers.tokens, weights.embeddings, x.stream, rows, overlap=True)
     added: Tensor | None = None
     for i, layer in enumerate(weights.layers):
-        add_rms_norm(x.stream, added, layer.mixer_norm, eps, x.normed, rows, overlap=True)
+        add_rms_norm(x.stream, added, layer.mixer_norm, eps, x.normed, rows, overlap=True, admit=admit)
         _keep(buffers, i - 1)
         _mixer(weights, layer, store.layer(i), buffers, verify)
-        add_rms_norm(x.stream, x.from_mixer, layer.mlp_norm, eps, x.normed, rows, overlap=True)
+        add_rms_norm(x.stream, x.from_mixer, layer.mlp_norm, eps, x.normed, rows, overlap=True, admit=admit)
         product(x.normed, layer.gate_up, x.activated, rows, swiglu=True, overlap=True)
         product(x.activated, layer.down, x.from_mlp, rows, overlap=True)
         added = x.from_mlp
-    add_rms_norm(x.stream, added, weights.norm, eps, x.final, rows, overlap=True)
+    add_rms_norm(x.stream, added, weights.norm, eps, x.final, rows, overlap=True, admit=admit)
     _keep(buffers, len(weights.layers) - 1)
 
 
@@ -66,6 +68,11 @@ def adjust_and_sample(buffers: PassBuffers) -> None:
     logits = buffers.activations.logits
     adjust_logits(logits, buffers.entries)
     sample(logits, buffers.sampler, buffers.sampled, buffers.errors)
+
+
+def _admit(buffers: PassBuffers) -> Admit:
+    """When a norm lets the product behind it begin: at once with few rows, whose product waits for weights most."""
+    return "start" if buffers.bucket.rows <= _FEW_ROWS else "waited"
 
 
 def _keep(buffers: PassBuffers, layer: int) -> None:
@@ -84,5 +91,6 @@ def _mixer(
     tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True)
     verify(x.rows, states, pool, buffers.batch, x.o)
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
-    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True)
+    admit = _admit(buffers)
+    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True, admit=admit)
     product(x.mixed, layer.output, x.from_mixer, rows, overlap=True)
