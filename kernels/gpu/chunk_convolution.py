@@ -24,21 +24,90 @@ _MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def _convolved(
-    p_x, p_weight, p_pool_x, p_history, i_row, o_channel, mask,
+    p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, within,
     D: tl.constexpr, X_STRIDE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution of rows [ROWS, 1] at channels [1, B], in float32, and the rows' raw inputs."""
+    """silu of the convolution of rows [ROWS, 1] at channels [1, B], in float32, and the rows' raw inputs.
+
+    0 in rows that are not `used` and in columns that are not `within` their head.
+    """
+    mask = used & within
     total = tl.zeros_like(i_row + o_channel).to(tl.float32)
     for i in tl.static_range(W - 1):
         i_tap = i_row - (W - 1 - i)
         pool_row = tl.load(p_history + i_tap + (W - 1), mask=i_tap < 0, other=-1)  # -1: zeros before the prompt
         here = tl.load(p_x + i_tap.to(tl.int64) * X_STRIDE + o_channel, mask=mask & (i_tap >= 0), other=0.0)
         before = tl.load(p_pool_x + pool_row.to(tl.int64) * D + o_channel, mask=mask & (pool_row >= 0), other=0.0)
-        weight = tl.load(p_weight + i * D + o_channel)
+        weight = tl.load(p_weight + i * D + o_channel, mask=within, other=0.0)
         total += weight * tl.where(i_tap < 0, before, here).to(tl.float32)
     raw = tl.load(p_x + i_row.to(tl.int64) * X_STRIDE + o_channel, mask=mask, other=0.0)
-    total += tl.load(p_weight + (W - 1) * D + o_channel) * raw.to(tl.float32)
+    total += tl.load(p_weight + (W - 1) * D + o_channel, mask=within, other=0.0) * raw.to(tl.float32)
     return total / (1.0 + tl.exp(-total)), raw
+
+
+@triton.jit
+def _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D: tl.constexpr):
+    """Raw inputs of the chunk's last rows to their pool rows."""
+    of_kept = (i_kept >= 0) & (i_kept < kept)
+    pool_row = tl.load(p_kept + i_kept, mask=of_kept, other=0).to(tl.int64)
+    tl.store(p_pool_x + pool_row * D + o_channel, raw, mask=mask & of_kept)
+
+
+@triton.jit
+def _keys_and_queries(
+    p_x, p_weight, p_pool_x, p_history, p_kept, p_q, p_k, i_row, i_head, T, P, kept,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PITCH: tl.constexpr, BK: tl.constexpr,
+    X_STRIDE: tl.constexpr, Q_SCALE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One of the 2 H heads of q and then k."""
+    o_k = tl.arange(0, BK)[None, :]
+    o_channel = i_head * K + o_k  # [1, BK]
+    y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, i_row < T, o_k < K, D, X_STRIDE, W)
+    y = y / tl.sqrt(tl.sum(y * y, 1) + EPS)[:, None]
+    o_key = i_row.to(tl.int64) * (H * PITCH) + o_k
+    mask = (i_row < P) & (o_k < PITCH)
+    if i_head < H:
+        tl.store(p_q + o_key + i_head * PITCH, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
+    else:
+        tl.store(p_k + o_key + (i_head - H) * PITCH, y.to(p_k.dtype.element_ty), mask=mask)
+    _keep(p_pool_x, p_kept, kept, i_row - (T - kept), o_channel, raw, o_k < K, D)
+
+
+@triton.jit
+def _values(
+    p_x, p_weight, p_pool_x, p_history, p_kept, p_v, i_row, i_head, T, P, kept,
+    HV: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """One of the HV heads of v, whose channels start at FIRST."""
+    o_v = tl.arange(0, BV)[None, :]
+    o_value = i_head * V + o_v  # [1, BV]
+    y, raw = _convolved(
+        p_x, p_weight, p_pool_x, p_history, i_row, FIRST + o_value, i_row < T, o_v < V, D, X_STRIDE, W
+    )  # fmt: skip
+    mask = (i_row < P) & (o_v < V)
+    tl.store(p_v + i_row.to(tl.int64) * (HV * V) + o_value, y.to(p_v.dtype.element_ty), mask=mask)
+    _keep(p_pool_x, p_kept, kept, i_row - (T - kept), FIRST + o_value, raw, o_v < V, D)
+
+
+@triton.jit
+def _gates(
+    p_a, p_b, p_a_log, p_dt_bias, p_g, p_beta, i_row, T, P,
+    HV: tl.constexpr, BH: tl.constexpr, GATE_STRIDE: tl.constexpr, BETA_SCALE: tl.constexpr,
+):  # fmt: skip
+    """All heads' gates."""
+    o_h = tl.arange(0, BH)[None, :]
+    used = i_row < T
+    o_gate = i_row.to(tl.int64) * GATE_STRIDE + o_h
+    a = tl.load(p_a + o_gate, mask=used & (o_h < HV), other=0.0).to(tl.float32)
+    b = tl.load(p_b + o_gate, mask=used & (o_h < HV), other=0.0).to(tl.float32)
+    rate = tl.load(p_a_log + o_h, mask=o_h < HV, other=0.0)
+    pre = a + tl.load(p_dt_bias + o_h, mask=o_h < HV, other=0.0)
+    g = -tl.exp(rate) * (tl.maximum(pre, 0.0) + log1p_unit(tl.exp(-tl.abs(pre))))
+    beta = BETA_SCALE / (1.0 + tl.exp(-b))
+    mask = (i_row < P) & (o_h < HV)
+    tl.store(p_g + i_row * HV + o_h, tl.where(used, g, 0.0), mask=mask)
+    tl.store(p_beta + i_row * HV + o_h, tl.where(used, beta, 0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "P", "kept"])
@@ -51,56 +120,23 @@ def chunk_convolution_kernel(
 ):  # fmt: skip
     """Grid (2 H + HV + 1, blocks of rows): heads of q, of k and of v, then all heads' gates.
 
-    Channels past a head's width are computed from those within and not summed; columns past it, up to the pitch of q
-    and k, are zeros, and rows past T.
+    Columns past a head's width, up to the pitch of q and k, are zeros, and so are rows past T.
     """
     D: tl.constexpr = 2 * H * K + HV * V
     i_head = tl.program_id(0)
     i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    used, filled = i_row < T, i_row < P
-    i_kept = i_row - (T - kept)  # at which place of the history behind this chunk
     if i_head < 2 * H:
-        o_k = tl.arange(0, BK)[None, :]
-        o_channel = i_head * K + tl.minimum(o_k, K - 1)  # [1, BK]
-        y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, D, X_STRIDE, W)
-        norm = tl.sqrt(tl.sum(tl.where(o_k < K, y * y, 0.0), 1) + EPS)  # [ROWS]
-        y = tl.where(o_k < K, y / norm[:, None], 0.0)
-        o_key = i_row.to(tl.int64) * (H * PITCH) + o_k
-        mask = filled & (o_k < PITCH)
-        if i_head < H:
-            tl.store(p_q + o_key + i_head * PITCH, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
-        else:
-            tl.store(p_k + o_key + (i_head - H) * PITCH, y.to(p_k.dtype.element_ty), mask=mask)
-        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, filled & (o_k < K), D)
+        _keys_and_queries(
+            p_x, p_weight, p_pool_x, p_history, p_kept, p_q, p_k, i_row, i_head, T, P, kept,
+            H, K, D, W, PITCH, BK, X_STRIDE, Q_SCALE, EPS,
+        )  # fmt: skip
     elif i_head < 2 * H + HV:
-        o_v = tl.arange(0, BV)[None, :]
-        o_value = (i_head - 2 * H) * V + tl.minimum(o_v, V - 1)  # [1, BV]
-        o_channel = 2 * H * K + o_value
-        y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, used, D, X_STRIDE, W)
-        mask = filled & (o_v < V)
-        tl.store(p_v + i_row.to(tl.int64) * (HV * V) + o_value, y.to(p_v.dtype.element_ty), mask=mask)
-        _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D)
+        _values(
+            p_x, p_weight, p_pool_x, p_history, p_kept, p_v, i_row, i_head - 2 * H, T, P, kept,
+            HV, V, 2 * H * K, D, W, BV, X_STRIDE,
+        )  # fmt: skip
     else:
-        o_h = tl.arange(0, BH)[None, :]
-        mask = used & (o_h < HV)
-        o_gate = i_row.to(tl.int64) * GATE_STRIDE + o_h
-        a = tl.load(p_a + o_gate, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(p_b + o_gate, mask=mask, other=0.0).to(tl.float32)
-        rate = tl.load(p_a_log + o_h, mask=o_h < HV, other=0.0)
-        pre = a + tl.load(p_dt_bias + o_h, mask=o_h < HV, other=0.0)
-        g = -tl.exp(rate) * (tl.maximum(pre, 0.0) + log1p_unit(tl.exp(-tl.abs(pre))))
-        beta = BETA_SCALE / (1.0 + tl.exp(-b))
-        mask = filled & (o_h < HV)
-        tl.store(p_g + i_row * HV + o_h, tl.where(used, g, 0.0), mask=mask)
-        tl.store(p_beta + i_row * HV + o_h, tl.where(used, beta, 0.0), mask=mask)
-
-
-@triton.jit
-def _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D: tl.constexpr):
-    """Raw inputs of the chunk's last rows to their pool rows."""
-    mask = mask & (i_kept >= 0) & (i_kept < kept)
-    pool_row = tl.load(p_kept + i_kept, mask=(i_kept >= 0) & (i_kept < kept), other=0).to(tl.int64)
-    tl.store(p_pool_x + pool_row * D + o_channel, raw, mask=mask)
+        _gates(p_a, p_b, p_a_log, p_dt_bias, p_g, p_beta, i_row, T, P, HV, BH, GATE_STRIDE, BETA_SCALE)
 
 
 def chunk_convolution(

@@ -7,11 +7,13 @@ are needed last, have a single place. What products take from registers goes thr
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,6 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specla.kernels.gpu.layouts import barrier
 
 _WARPS = 4
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_descriptors: MutableMapping[Tensor, dict[tuple[int, int], Any]] = (
+    WeakTensorKeyDictionary()
+)  # as long as a tensor lives
 _KEY_WIDTHS = (64, 128, 256, 512)  # with the zeros behind narrower ones
 
 
@@ -187,17 +193,19 @@ def launch_scan(
     value_heads, value_width = v.shape[1:]
     chunk, columns = scores.shape[-1], _columns(key_width, value_width, value_heads, v.device)
     chunk_scan_streamed_kernel[(value_width // columns, value_heads)](
-        _tiles(q.view(rows, -1), chunk, key_width), _tiles(k.view(rows, -1), chunk, key_width),
-        _tiles(v.view(rows, -1), chunk, columns), _tiles(inverse.view(-1, chunk), chunk, chunk),
-        _tiles(scores.view(-1, chunk), chunk, chunk), decay, state, o, rows // chunk, decay.stride(0),
+        _tiles(q, rows, chunk, key_width), _tiles(k, rows, chunk, key_width), _tiles(v, rows, chunk, columns),
+        _tiles(inverse, -1, chunk, chunk), _tiles(scores, -1, chunk, chunk), decay, state, o, rows // chunk,
+        decay.stride(0),
         H=heads, HV=value_heads, K=key_width, KEYS=state.shape[1], V=value_width, BV=columns, C=chunk,
         LOWER=scores.stride(0) // chunk, STAGES=1 if key_width == 512 else 2, num_warps=_WARPS,
     )  # fmt: skip
 
 
-def _tiles(x: Tensor, rows: int, columns: int) -> Any:
-    """x [n, m] by tiles."""
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(
-        x, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    )
+def _tiles(x: Tensor, lines: int, rows: int, columns: int) -> Any:
+    """x, as [lines, ...] with -1 for as many as its last dimension leaves, by tiles [rows, columns]."""
+    kept = _descriptors.setdefault(x, {})
+    if (rows, columns) not in kept:
+        flat = x.view(lines, -1) if lines > 0 else x.view(-1, x.shape[-1])
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[x.dtype])
+        kept[rows, columns] = TensorDescriptor.from_tensor(flat, [rows, columns], layout)
+    return kept[rows, columns]

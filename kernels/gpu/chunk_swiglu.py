@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,16 +12,15 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-@triton.jit(do_not_specialize=["count"])
-def chunk_swiglu_kernel(p_x, p_out, count, BLOCK: tl.constexpr):
-    """Grid (blocks of channels, over all rows)."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    o_pair = tl.arange(0, 2 * BLOCK)
-    pairs = tl.load(p_x + 2 * first + o_pair, mask=2 * first + o_pair < 2 * count, other=0.0).to(tl.float32)
+@triton.jit
+def chunk_swiglu_kernel(p_x, p_out, M: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (blocks of M, rows)."""
+    first, o_row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64) * M
+    o_pair, o = 2 * first + tl.arange(0, 2 * BLOCK), first + tl.arange(0, BLOCK)
+    pairs = tl.load(p_x + 2 * o_row + o_pair, mask=o_pair < 2 * M, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
-    o = tl.arange(0, BLOCK)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(p_out + first + o, y.to(p_out.dtype.element_ty), mask=first + o < count)
+    tl.store(p_out + o_row + o, y.to(p_out.dtype.element_ty), mask=o < M)
 
 
 def chunk_swiglu(x: Tensor, out: Tensor) -> None:
@@ -38,5 +36,4 @@ def chunk_swiglu(x: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     check_tensor("x", x, (rows, 2 * width), MODEL_DTYPES, out.device)
     check_tensor("out", out, (rows, width), (x.dtype,), out.device)
-    count = torch.numel(out)
-    chunk_swiglu_kernel[(triton.cdiv(count, _BLOCK),)](x, out, count, BLOCK=_BLOCK, num_warps=_WARPS)
+    chunk_swiglu_kernel[(triton.cdiv(width, _BLOCK), rows)](x, out, M=width, BLOCK=_BLOCK, num_warps=_WARPS)

@@ -85,9 +85,18 @@ class ChunkBuffers(NamedTuple):
     def first(self, tokens: int) -> ChunkBuffers:
         """The same for fewer tokens, of any number; what the recurrence takes stays filled up to its multiple."""
         filled = _filled(tokens)
-        cut = {name: x[:tokens] for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        cut["o"] = self.o[:filled]
-        return self._replace(**cut, rows=LayerRows(*(x[:filled] for x in self.rows)))
+        return ChunkBuffers(
+            stream=self.stream[:tokens],
+            normed=self.normed[:tokens],
+            added=self.added[:tokens],
+            inputs=self.inputs[:tokens],
+            rows=LayerRows(*(x[:filled] for x in self.rows)),
+            workspace=self.workspace,
+            o=self.o[:filled],
+            mixed=self.mixed[:tokens],
+            gate_up=self.gate_up[:tokens],
+            activated=self.activated[:tokens],
+        )
 
 
 def prefill_bytes(config: GatedDeltaNetConfig, tokens: int, dtype: torch.dtype) -> int:
