@@ -1,0 +1,65 @@
+"""Which bucket a pass runs in, what is prepared at the start, and the memory that passes share."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_cases import chain
+
+from specla.kernels.gpu.upload import Upload
+from specla.kernels.topology import Topology
+from specla.verifier_service.gpu.arena import Layout
+from specla.verifier_service.gpu.buckets import TREE_ROWS, bucket_of, chain_rows, usual_batches
+
+
+@given(st.lists(st.integers(1, 129), min_size=1, max_size=40), st.integers(129, 400))
+def test_a_bucket_holds_its_pass_and_is_one_of_few(sizes: list[int], most_rows: int) -> None:
+    bucket = bucket_of([chain(size) for size in sizes], most_rows, 4, 1)
+    total = sum(sizes)
+    assert bucket.sessions >= len(sizes) > bucket.sessions // 2
+    assert bucket.tree_rows == min(size for size in TREE_ROWS if size >= max(sizes))
+    assert bucket.rows >= total
+    assert bucket.rows <= max(2 * total, bucket.tree_rows, bucket.sessions)
+    if total <= most_rows:
+        assert bucket.rows <= max(most_rows, bucket.sessions)
+
+
+def test_usual_batches_are_all_sizes_that_fit() -> None:
+    batches = usual_batches(16, 65, 337)
+    assert all(len(batch) * len(batch[0]) <= 337 for batch in batches)
+    assert {(len(batch), len(batch[0])) for batch in batches} >= {(1, 1), (16, 1), (1, 16), (16, 16), (1, 65), (4, 65)}
+    assert [Topology.root_only()] in batches
+    assert {len(batch[0]) for batch in usual_batches(1, 1, 1)} == {1}
+    assert [chain_rows(rows) for rows in (1, 16, 40, 129)] == [16, 16, 40, 64]
+
+
+def test_layouts_share_memory_from_where_they_part() -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    layout = Layout(memory)
+    first = layout.take(3, dtype=torch.float32)
+    beside = layout.beside()
+    a, b = layout.take(8, dtype=torch.int32), beside.take(16, dtype=torch.int16)
+    a.fill_(7)
+    assert b[0] == 7
+    assert not first.any()
+    assert first.data_ptr() % 4 == 0
+    assert (a.data_ptr() - memory.data_ptr()) % 256 == 0
+    counted = Layout(None)
+    counted.take(3, dtype=torch.float32)
+    counted.take(8, dtype=torch.int32)
+    assert counted.nbytes == layout.nbytes
+    with pytest.raises(ValueError, match="do not fit"):
+        layout.take(4096, dtype=torch.float32)
+
+
+def test_parts_of_an_upload_go_together() -> None:
+    whole = Upload(Upload.room(3, 5), "cpu")
+    parts = [Upload(size, "cpu", within=whole) for size in (3, 5)]
+    for i, part in enumerate(parts):
+        part.words()[:] = i + 1
+        part.send()
+        assert not part.buffer.any()
+    whole.send()
+    assert [part.buffer.tolist() for part in parts] == [[1] * 3, [2] * 5]
+    with pytest.raises(ValueError, match="do not fit"):
+        Upload(5, "cpu", within=whole)

@@ -1,0 +1,110 @@
+"""Exact mode on a GPU: a text's logits have the same bits in every bucket, alone and beside others, drafted or not."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tree_cases import random_tree
+
+from specla.benchmarks.target_pass.model import RandomTensors
+from specla.kernels.gpu.selector import Selector
+from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling_params import SamplingParams
+from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
+from specla.verifier_service.gpu.backend import GpuBackend
+from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = GatedDeltaNetConfig(
+    vocab_size=640, hidden_size=256, num_hidden_layers=2, num_heads=2, head_dim=128, expand_v=1.0, intermediate_size=512
+)
+SLOTS, MOST_ROWS = 20, 65
+TEXT = [(37 * i + 11) % CONFIG.vocab_size for i in range(70)]
+GREEDY = SessionSampling(SamplingParams(temperature=0.0), CONFIG.vocab_size)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def weights(request: pytest.FixtureRequest) -> GpuWeights:
+    return GpuWeights.load(CONFIG, RandomTensors(CONFIG, "cuda"), request.param, "cuda")
+
+
+def run_text(weights: GpuWeights, sizes: Sequence[int], company: int, seed: int) -> torch.Tensor:
+    """Logits of TEXT in passes of these sizes, each size a path in a random tree, beside random trees of others."""
+    selector = Selector.for_device("NVIDIA H200")
+    backend = GpuBackend(weights, "exact", selector, slots=SLOTS, max_rows=MOST_ROWS, max_batch_rows=512)
+    rng, found, at = random.Random(seed), [], 0
+    own, others = backend.acquire(), [backend.acquire() for _ in range(company)]
+    for size in sizes:
+        tree, path, tokens = with_path(rng, TEXT[at : at + size])
+        trees = [random_tree(rng, rng.randint(1, 20)) for _ in others]
+        place = rng.randint(0, company)
+        batch = pack([*trees[:place], tree, *trees[place:]])
+        slots = [*others[:place], own, *others[place:]]
+        row_tokens = [rng.randrange(CONFIG.vocab_size) for _ in range(batch.rows)]
+        first = batch.offsets[place]
+        row_tokens[first : first + len(tree)] = tokens
+        sampling = RowSampling(
+            sessions=[GREEDY] * batch.sessions,
+            row_session=batch.row_session.tolist(),
+            positions=list(batch.depths),
+            parent_row=batch.parents,
+            row_tokens=row_tokens,
+        )
+        out = backend.run(slots, batch, row_tokens, sampling)
+        found += [torch.from_numpy(out.logits(first + row)) for row in path]
+        for index in range(batch.sessions):
+            out.take(index, path if index == place else [0])
+        at += size
+    return torch.stack(found)
+
+
+def with_path(rng: random.Random, text: Sequence[int]) -> tuple[Topology, list[int], list[int]]:
+    """A tree in which a path holds `text`, among other branches: the tree, the path's rows, all rows' tokens."""
+    room = min(MOST_ROWS - len(text), rng.choice([0, 0, 3, 12]))
+    parents, path, tokens = [-1], [0], [text[0]]
+    pending = list(text[1:])
+    while pending or room:
+        if pending and (not room or rng.random() < 0.6):
+            parents.append(path[-1])
+            path.append(len(parents) - 1)
+            tokens.append(pending.pop(0))
+        else:
+            parents.append(rng.randrange(len(parents)))
+            tokens.append(rng.randrange(CONFIG.vocab_size))
+            room -= 1
+    return Topology.from_wire([p - 1 for p in parents[1:]]), path, tokens
+
+
+@torch.inference_mode()
+def test_one_text_in_all_buckets(weights: GpuWeights) -> None:
+    alone = run_text(weights, [1] * len(TEXT), 0, 0)
+    assert torch.isfinite(alone).all()
+    ways = [([16, 16, 16, 16, 6], 0), ([33, 37], 0), ([65, 5], 0), ([1, 2, 3, 5, 8, 13, 21, 17], 3), ([7] * 10, 16)]
+    for seed, (sizes, company) in enumerate(ways, 1):
+        assert sum(sizes) == len(TEXT)
+        assert torch.equal(run_text(weights, sizes, company, seed), alone), (sizes, company)
+
+
+@torch.inference_mode()
+def test_chunks_do_not_depend_on_what_runs_between(weights: GpuWeights) -> None:
+    """A prompt's chunks, alone and with passes of others between them; the other sessions' states do not care."""
+    found = []
+    for between in (False, True):
+        backend = GpuBackend(
+            weights, "exact", Selector.for_device("NVIDIA H200"), slots=3, max_rows=16, prefill_chunk=128
+        )
+        own, other = backend.acquire(), backend.acquire()
+        one = pack([Topology.root_only()])
+        sampling = RowSampling([GREEDY], [0], [0], [-1], [5])
+        for chunk in range(2):
+            backend.run_chunk(own, [(i + chunk) % 640 for i in range(128 - 37 * chunk)], [])
+            if between:
+                out = backend.run([other], one, [5], sampling)
+                out.take(0, [0])
+        out = backend.run([own], one, [5], sampling)
+        found.append((torch.from_numpy(out.logits(0)), backend.store.states[:, own].clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
