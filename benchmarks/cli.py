@@ -260,6 +260,40 @@ def passes(
 
 
 @bench.command()
+def numerics(
+    target: TargetOption = None,
+    prompts: PromptsOption = HELD_OUT,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many texts.")] = None,
+    rows: Annotated[int, typer.Option(min=1, max=64, help="Rows of a pass.")] = 16,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the passes run.")] = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """How often fast numerics choose another token than exact ones, and how near a tie exact decoding was there."""
+    from specla.benchmarks import numerics as work
+    from specla.benchmarks.prompt_set import load
+    from specla.client.default_target import default_target
+    from specla.client.tokenizer import Tokenizer
+    from specla.verifier_service.config import VerifierConfig
+    from specla.verifier_service.engine import Engine
+
+    folder = target or default_target()
+    tokenizer = Tokenizer.load(folder)
+    texts = [tokenizer.encode(prompt.text) for prompt in load(prompts, limit=limit)]
+    made = Report(title="Fast numerics against exact ones", device=cpu_name())
+    exact, fast = (
+        Engine(VerifierConfig(target=folder, device=device, numerics=mode, max_sessions=1, max_rows=rows))
+        for mode in NUMERICS
+    )
+    made.notes.update({"numerics_id, exact": exact.target.numerics_id, "numerics_id, fast": fast.target.numerics_id})
+    made.notes["rows of a pass"] = rows
+    with _progress() as progress:
+        task = progress.add_task("texts", total=len(texts))
+        found = work.differences(exact, fast, texts, rows, lambda: progress.advance(task))
+    work.add_to(made, found, sum(map(len, texts)))
+    _finish(made, json)
+
+
+@bench.command()
 def kernels(
     only: Annotated[
         Literal["all", "goals"], typer.Option(help="goals: nothing but the cases that goals hang on, in fewer rounds.")

@@ -12,10 +12,12 @@ runs again. Where the model runs, and how, is the backend's matter.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from specla.kernels.sampling import SessionSampling
+from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
@@ -32,6 +34,13 @@ from specla.verifier_service.target import Target
 
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
 MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
+
+
+class GreedyChoice(NamedTuple):
+    """The most likely token, and by how much its logit is above the next one's."""
+
+    token: int
+    margin: float
 
 
 class Engine:
@@ -188,6 +197,33 @@ class Engine:
                 best[count] = min(best.get(count, result.seconds), result.seconds)
         self._backend.clear(self._backend.scratch_slot)
         return best
+
+    @torch.inference_mode()
+    def greedy_choices(self, text: Sequence[int], rows: int) -> list[GreedyChoice]:
+        """What greedy decoding would choose after each token of a text that stands fixed, in passes of `rows` rows.
+
+        In the engine's own slot: open sessions are not touched.
+        """
+        assert 1 <= rows <= self.config.max_rows
+        session, found = self._scratch_session(), []
+        slot = self._backend.scratch_slot
+        for start in range(0, len(text), rows):
+            tokens = text[start : start + rows]
+            batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
+            sampling = RowSampling(
+                sessions=[session.sampling_state],
+                row_session=[0] * len(tokens),
+                positions=range(start + 1, start + 1 + len(tokens)),
+                parent_row=batch.parents,
+                row_tokens=tokens,
+            )
+            out = self._backend.run([slot], batch, tokens, sampling)
+            for row, token in enumerate(out.sampled.tokens.tolist()):
+                second, first = np.partition(out.logits(row), -2)[-2:]
+                found.append(GreedyChoice(token, float(first - second)))
+            out.take(0, range(len(tokens)))
+        self._backend.clear(slot)
+        return found
 
     def release(self, session: Session) -> None:
         """Free a session's slot and everything else it holds; harmless twice."""
