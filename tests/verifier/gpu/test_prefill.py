@@ -1,4 +1,4 @@
-"""Prefill in chunks on the GPU's kernels: what chains give, wherever a chunk ends, slot by slot."""
+"""Prefill in chunks on the GPU's kernels: what the CPU's prefill gives, wherever a chunk ends, slot by slot."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,59 +12,59 @@ from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.backend import Backend
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.cpu_backend import CpuBackend
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FINAL_NORM, FeatureWindow
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
+from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
+from specla.verifier_service.targets.gated_deltanet import prepare
 from specla.verifier_service.targets.weights import load_checkpoint
 
-CHUNK = 128
+CHUNK = 96
 TOLERANCE = 2e-3
 LAYERS = (1, 0, FINAL_NORM)
-PROMPT = [(7 * i * i + 3 * i + 5) % 320 for i in range(200)]
+PROMPT = [(7 * i * i + 3 * i + 5) % 320 for i in range(100)]
 
 
-def backend_of(folder: Path, slots: int = 2, chunk: int = CHUNK) -> GpuBackend:
-    model = GatedDeltaNetConfig.from_folder(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    weights = GpuWeights.load(model, load_checkpoint(folder, model).tensors, torch.float32, device)
-    selector = Selector.for_device("NVIDIA H200")
-    return GpuBackend(weights, "exact", selector, slots=slots, max_rows=8, prefill_chunk=chunk)
+class Pair:
+    """The same slots on the CPU and on the GPU's kernels, which run in the interpreter where there is no GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        config = GatedDeltaNetConfig.from_folder(folder)
+        tensors = load_checkpoint(folder, config).tensors
+        self.cpu = CpuBackend(prepare(config, tensors, "fast", "torch"), StateStore(config, 2))
+        weights = GpuWeights.load(config, tensors, torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+        selector = Selector.for_device("NVIDIA H200")
+        self.gpu = GpuBackend(weights, "exact", selector, slots=2, max_rows=8, prefill_chunk=CHUNK)
+
+    def chunk(self, slot: int, tokens: Sequence[int]) -> None:
+        """A chunk on both, with the same streams."""
+        wanted = self.cpu.run_chunk(slot, tokens, LAYERS)
+        for found, want in zip(self.gpu.run_chunk(slot, tokens, LAYERS), wanted, strict=True):
+            close(found, want)
+        assert not self.gpu.store.rows[slot].pending
+
+    def chain(self, slot: int, tokens: Sequence[int]) -> None:
+        """A chain of accepted rows on both, with the same streams."""
+        for found, want in zip(*(run_chain(side, slot, tokens) for side in (self.gpu, self.cpu)), strict=True):
+            close(found, want)
+
+    def check_state(self, slot: int) -> None:
+        close(text_of(self.gpu, slot), self.cpu.store.recurrent_state[slot])
 
 
-@pytest.fixture(scope="module")
-def backend(tiny_target: Path) -> GpuBackend:
-    return backend_of(tiny_target)
-
-
-def chains(backend: GpuBackend, slot: int, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """These tokens as chains of accepted rows; the streams of LAYERS."""
-    found = []
-    for start in range(0, len(tokens), backend.chain_rows):
-        part = tokens[start : start + backend.chain_rows]
-        out = backend.run([slot], pack([chain(len(part))]), part, None, LAYERS)
-        found.append([out.hidden(layer, range(len(part))) for layer in LAYERS])
-        out.take(0, range(len(part)))
-    return [torch.cat(streams) for streams in zip(*found, strict=True)]
-
-
-def chunks(backend: GpuBackend, slot: int, tokens: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """These tokens in chunks of these sizes; the streams of LAYERS."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(backend.run_chunk(slot, tokens[start : start + size], LAYERS))
-        start += size
-    return [torch.cat(streams) for streams in zip(*found, strict=True)]
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.dtype == torch.float32
-    assert got.device.type == "cpu"
-    assert float((got - want).abs().max() / want.abs().max()) < TOLERANCE
+def run_chain(backend: Backend, slot: int, tokens: Sequence[int]) -> list[torch.Tensor]:
+    rows = range(len(tokens))
+    out = backend.run([slot], pack([chain(len(tokens))]), tokens, None, LAYERS)
+    found = [out.hidden(layer, rows) for layer in LAYERS]
+    out.take(0, rows)
+    return found
 
 
 def text_of(backend: GpuBackend, slot: int) -> torch.Tensor:
@@ -73,89 +73,94 @@ def text_of(backend: GpuBackend, slot: int) -> torch.Tensor:
     return backend.store.states[:, slot].cpu()
 
 
-@pytest.mark.parametrize("sizes", [(128, 37), (64,), (1, 2, 90), (65, 128)])
-def test_chunks_then_passes_are_chains_then_passes(backend: GpuBackend, sizes: tuple[int, ...]) -> None:
-    tokens, slots = PROMPT[: sum(sizes)], [backend.acquire() for _ in range(2)]
-    for got, want in zip(chunks(backend, slots[0], tokens, sizes), chains(backend, slots[1], tokens), strict=True):
-        assert got.shape == (len(tokens), 64)
-        close(got, want)
-    assert not backend.store.rows[slots[0]].pending
-    for got, want in zip(*(chains(backend, slot, [11, 12, 13, 14, 15]) for slot in slots), strict=True):
-        close(got, want)
-    close(*(text_of(backend, slot) for slot in slots))
-    for slot in slots:
-        backend.release(slot)
+def close(found: torch.Tensor, want: torch.Tensor) -> None:
+    assert found.shape == want.shape
+    assert found.dtype == torch.float32
+    assert found.device.type == "cpu"
+    assert float((found - want).abs().max() / want.abs().max()) < TOLERANCE
 
 
-def test_a_chunk_behind_a_chain_takes_its_factors_and_window(backend: GpuBackend) -> None:
-    slots = [backend.acquire() for _ in range(2)]
-    chains(backend, slots[0], PROMPT[:6])
-    assert backend.store.rows[slots[0]].pending
-    chunks(backend, slots[0], PROMPT[6:], [90])
-    chains(backend, slots[1], PROMPT[:96])
-    close(*(text_of(backend, slot) for slot in slots))
-    for slot in slots:
-        backend.release(slot)
+@pytest.fixture(scope="module")
+def pair(tiny_target: Path) -> Pair:
+    return Pair(tiny_target)
 
 
-def test_a_chunk_leaves_other_slots_alone_and_its_bits_know_no_slot(backend: GpuBackend) -> None:
+@pytest.mark.parametrize("sizes", [(66, 15), (1, 2, 18)])
+def test_chunks_and_the_passes_behind_them_are_the_cpus(pair: Pair, sizes: tuple[int, ...]) -> None:
+    slot, start = pair.gpu.acquire(), 0
+    assert slot == pair.cpu.acquire()
+    for size in sizes:
+        pair.chunk(slot, PROMPT[start : start + size])
+        start += size
+    pair.check_state(slot)
+    pair.chain(slot, PROMPT[start : start + 3])
+    for side in (pair.cpu, pair.gpu):
+        side.release(slot)
+
+
+def test_a_chunk_takes_the_factors_and_the_window_before_it(pair: Pair) -> None:
+    slot = pair.gpu.acquire()
+    assert slot == pair.cpu.acquire()
+    run_chain(pair.gpu, slot, PROMPT[:5])
+    assert pair.gpu.store.rows[slot].pending
+    pair.cpu.run_chunk(slot, PROMPT[:5], ())
+    pair.chunk(slot, PROMPT[5:30])
+    pair.check_state(slot)
+    for side in (pair.cpu, pair.gpu):
+        side.release(slot)
+
+
+def test_a_chunk_leaves_other_slots_alone_and_its_bits_know_no_slot(pair: Pair) -> None:
+    backend, tokens = pair.gpu, PROMPT[:20]
     first, second = backend.acquire(), backend.acquire()
-    alone = chunks(backend, first, PROMPT, [100, 70])
+    alone = backend.run_chunk(first, tokens, LAYERS)
     state, pools = text_of(backend, first), [x[:, first].clone() for x in backend.store.pools]
-    beside = chunks(backend, second, PROMPT, [100, 70])
+    beside = backend.run_chunk(second, tokens, LAYERS)
     assert torch.equal(backend.store.states[:, first].cpu(), state)
     for x, before in zip(backend.store.pools, pools, strict=True):
         assert torch.equal(x[:, first].nan_to_num(), before.nan_to_num())
-    assert all(torch.equal(*pair) for pair in zip(alone, beside, strict=True))
+    assert all(torch.equal(*both) for both in zip(alone, beside, strict=True))
+    backend.clear(second)
+    assert backend.run_chunk(second, tokens, ()) == []  # less runs where no stream is wanted
     assert torch.equal(text_of(backend, second), state)
-    assert backend.run_chunk(first, PROMPT[:80], ()) == []  # where nothing is kept, less runs: the same state
-    again = backend.run_chunk(second, PROMPT[:80], LAYERS)
-    assert [x.shape for x in again] == [(80, 64)] * 3
-    assert torch.equal(text_of(backend, first), text_of(backend, second))
     for slot in (first, second):
         backend.release(slot)
 
 
 def test_grouped_values_and_no_gate(tiny_target_of: Callable[..., Path]) -> None:
-    backend = backend_of(tiny_target_of(v_heads=4, tied=False, gate=False, neg_eigval=True))
-    slots = [backend.acquire() for _ in range(2)]
-    tokens = PROMPT[:70]
-    for got, want in zip(chunks(backend, slots[0], tokens, [70]), chains(backend, slots[1], tokens), strict=True):
-        close(got, want)
-    close(*(text_of(backend, slot) for slot in slots))
+    pair = Pair(tiny_target_of(v_heads=4, tied=False, gate=False, neg_eigval=True))
+    pair.chunk(0, PROMPT[:21])
+    pair.check_state(0)
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 96])
-def test_an_engine_gives_the_text_and_features_of_the_cpu(tiny_target: Path, chunk: int) -> None:
-    config = VerifierConfig(target=tiny_target, numerics="exact", max_sessions=1, max_rows=8, prefill_chunk=chunk)
+def test_an_engine_gives_the_text_and_features_of_the_cpu(tiny_target: Path, pair: Pair) -> None:
+    config = VerifierConfig(target=tiny_target, numerics="exact", max_sessions=2, max_rows=8, prefill_chunk=CHUNK)
     found = []
-    for engine in (Engine(config), Engine(config, backend_of(tiny_target, 1, chunk))):
+    for engine in (Engine(config), Engine(config, pair.gpu)):
         keep = FeatureWindow((0, FINAL_NORM), 256)
-        session = engine.open(b"", PROMPT, [], SamplingParams(temperature=0.0), Stopping(max_tokens=6), keep)
+        session = engine.open(b"", PROMPT, [], SamplingParams(temperature=0.0), Stopping(max_tokens=3), keep)
         while not engine.prefill(session, 64):
             pass
         while session.finish is None:
             (result,) = engine.run_pass([PassItem(session, Topology.root_only())])
             assert result.error is None
         found.append((session.tokens, engine.features(session, 0, 256).values))
+        engine.release(session)
     assert found[0][0] == found[1][0]
     close(found[1][1], found[0][1])
 
 
-def test_more_tokens_than_there_is_room_for_are_refused(backend: GpuBackend) -> None:
-    slot = backend.acquire()
-    with pytest.raises(ValueError, match="129 tokens in a chunk: give 1 to 128"):
-        backend.run_chunk(slot, [1] * 129, ())
-    with pytest.raises(ValueError, match="0 tokens"):
-        backend.run_chunk(slot, [], ())
-    backend.release(slot)
+def test_more_tokens_than_there_is_room_for_are_refused(pair: Pair) -> None:
+    for tokens in ([1] * (CHUNK + 1), []):
+        with pytest.raises(ValueError, match=f"{len(tokens)} tokens in a chunk: give 1 to {CHUNK}"):
+            pair.gpu.run_chunk(0, tokens, ())
 
 
-def test_buffers_take_what_is_counted(backend: GpuBackend) -> None:
-    config, dtype = backend.weights.config, backend.weights.dtype
+def test_buffers_take_what_is_counted(pair: Pair) -> None:
+    config, dtype = pair.gpu.weights.config, pair.gpu.weights.dtype
     counted = prefill_bytes(config, 100, dtype)
     assert counted == prefill_bytes(config, 128, dtype) < prefill_bytes(config, 129, dtype)
-    memory = torch.empty(counted, dtype=torch.uint8, device=backend.weights.device)
-    Prefill(backend.weights, backend.store, 100, memory)
+    memory = torch.empty(counted, dtype=torch.uint8, device=pair.gpu.weights.device)
+    Prefill(pair.gpu.weights, pair.gpu.store, 100, memory)
     with pytest.raises(ValueError, match="do not fit"):
-        Prefill(backend.weights, backend.store, 129, memory)
+        Prefill(pair.gpu.weights, pair.gpu.store, 129, memory)
