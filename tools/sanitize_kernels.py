@@ -93,6 +93,7 @@ def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending
         FactorisedTile(16, 16),
         FactorisedTile(32, 16),
         HeldTile(1),
+        HeldTile(2),
         HeldTile(4),
         StreamedTile(32, 3),
     )

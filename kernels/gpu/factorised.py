@@ -19,7 +19,8 @@ into bfloat16 halves (three products, errors of 2^-16); q and k in bfloat16 are 
 q and k in other dtypes meet S in three products of tf32.
 
 Three forms do this. The one below takes all widths, dtypes and trees and runs in Triton's interpreter. For bfloat16 and
-the usual widths two others are much quicker: held.py, and for several sessions with trees of up to 16 rows streamed.py.
+the usual widths two others are much quicker: held.py (held_blocks.py for trees of more than 16 rows), and for several
+sessions with smaller ones streamed.py.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.kernels.gpu import streamed
+from specla.kernels.gpu import held, held_blocks, streamed
 from specla.kernels.gpu.commit import prefetch
 from specla.kernels.gpu.factor_pool import FactorPool
-from specla.kernels.gpu.held import HeldTile, launch_held
+from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.serial import check_layer, layer_sizes
@@ -81,8 +82,10 @@ def why_unfit(tile: AnyTile, bucket: Bucket, key_width: int, value_width: int, d
     if dtype != torch.bfloat16 or key_width not in WIDTHS:
         return f"want bfloat16 and keys of width {', '.join(map(str, WIDTHS))}"
     if isinstance(tile, HeldTile):
-        fits = tile.warps in (1, 2, 4) and value_width % 16 == 0
-        return "" if fits else "want 1, 2 or 4 warps and V a multiple of 16"
+        warps = (1, 2, 4) if bucket.tree_rows <= held.ROWS else (2, 4)
+        if tile.warps in warps and value_width % 16 == 0:
+            return ""
+        return f"want {', '.join(map(str, warps))} warps and V a multiple of 16"
     if tile.part_k not in (32, 64) or tile.stages < 2:
         return "want part_k 32 or 64 and at least 2 stages"
     sizes = bucket.tree_rows <= streamed.MOST_ROWS and bucket.pending <= streamed.MOST_PENDING
@@ -385,9 +388,9 @@ def verify_factorised(
     check_layer(rows, state, pool, batch, o)
     bucket, (key_width, value_width) = batch.bucket, state.shape[2:]
     if tile is None:
-        held = HeldTile(4)
-        fits = not why_unfit(held, bucket, key_width, value_width, rows.k.dtype)
-        tile = held if fits else factorised_tile(bucket.tree_rows)
+        usual = HeldTile(4)
+        fits = not why_unfit(usual, bucket, key_width, value_width, rows.k.dtype)
+        tile = usual if fits else factorised_tile(bucket.tree_rows)
     reason = why_unfit(tile, bucket, key_width, value_width, rows.k.dtype)
     if reason:
         raise ValueError(f"{tile} for {bucket}, {key_width} x {value_width}, {rows.k.dtype}: {reason}")
@@ -398,7 +401,8 @@ def verify_factorised(
     )
     sizes = layer_sizes(state, pool, batch)
     if isinstance(tile, HeldTile):
-        launch_held(tensors, sizes, bucket, tile, overlap)
+        launch = held.launch_held if bucket.tree_rows <= held.ROWS else held_blocks.launch_blocks
+        launch(tensors, sizes, bucket, tile, overlap)
     elif isinstance(tile, StreamedTile):
         streamed.launch_streamed(tensors, sizes, bucket, tile, overlap)
     else:

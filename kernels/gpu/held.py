@@ -1,14 +1,13 @@
-"""Tree-masked factorised verification with the state held in registers: the quickest form for few sessions. Fast mode.
+"""Tree-masked factorised verification of trees of up to 16 rows with the state held in registers. Fast mode.
 
 The equations are those of factorised.py. A program owns 16 columns of one head's state, its warps a share of K each.
 The tile is read once, gets the pending factors with the serial kernels' arithmetic (so a state committed here has the
-bits of `flush`), is stored, and stays in registers as bfloat16 halves of S^T: the left operand of S^T k and S^T q for
-all blocks of 16 rows, which follow in topological order. Sums over warps pass through shared memory once a block for
-the rows' own products, and once for each block above. Substitution runs in every warp alike: u^T is a product's result
-and the next one's operand, so a round is three products and no exchange.
+bits of `flush`), is stored, and stays in registers as bfloat16 halves of S^T: the left operand of S^T k and S^T q.
+Sums over warps pass through shared memory once. Substitution runs in every warp alike: u^T is a product's result and
+the next one's operand, so a round is three products and no exchange.
 
 With `overlap` all that needs no rows of this layer (state, pending factors, trees) is done while the kernel before
-still runs.
+still runs. Larger trees: held_blocks.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,16 +23,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.commit import AT_ONCE
-from specla.kernels.gpu.layouts import UNITS, as_left, as_right, dot, halves, path_units
+from specla.kernels.gpu.layouts import (
+    TO_LOG2,
+    along,
+    as_left,
+    as_right,
+    columns_first,
+    exp2,
+    halves,
+    path_units,
+    right_halves,
+    rows_first,
+)
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.tile_commit import committed
+
+ROWS = 16
+"""Of the trees that the kernel below takes."""
 
 
 class HeldTile(NamedTuple):
     """How the work is cut."""
 
     warps: int
-    """That share out K: 1, 2 or 4."""
+    """For trees of up to ROWS rows, that share out K: 1, 2 or 4. For larger ones, that have 16 rows each: 2 or 4, and
+    no more than a bucket has use for."""
 
 
 @gluon.jit
@@ -49,27 +62,6 @@ def _state_by_product(s, W: gl.constexpr, KP: gl.constexpr):
     """S [W, KP, 16] as S^T [W, 16, KP]."""
     s = gl.permute(gl.reshape(s, [W, 4, KP // 8, 2, 8, 2]), (0, 5, 4, 2, 1, 3))
     return gl.reshape(s, [W, 16, KP])
-
-
-@gluon.jit
-def _columns_first(x, W: gl.constexpr):
-    """v [W, rows, columns] as [W, columns, rows], a product's result."""
-    x = gl.permute(gl.reshape(x, [W, 16, 8, 2]), (0, 3, 2, 1))
-    return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.products(W), assert_trivial=True)
-
-
-@gluon.jit
-def _rows_first(x, W: gl.constexpr):
-    """A product's result [W, columns, rows] as [W, rows, columns]."""
-    x = gl.permute(gl.reshape(x, [W, 2, 8, 16]), (0, 3, 2, 1))
-    return gl.convert_layout(gl.reshape(x, [W, 16, 16]), layouts.values(W), assert_trivial=True)
-
-
-@gluon.jit
-def _right_halves(x, W: gl.constexpr):
-    """x^T as right operands, in bfloat16 halves."""
-    hi, lo = halves(x)
-    return as_right(hi, layouts.products(W)), as_right(lo, layouts.products(W))
 
 
 @gluon.jit
@@ -97,15 +89,6 @@ def _over_warps(x, at_parts, at_sums, W: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _sum_two(a, b, at_parts, at_sums, W: gl.constexpr):
-    """Two products' results summed over warps."""
-    x = gl.permute(gl.join(_pieces(a, W), _pieces(b, W)), (0, 4, 1, 2, 3))
-    x = _over_warps(gl.reshape(x, [W, 4, 32, 4]), at_parts, at_sums, W, 4)
-    a, b = gl.split(gl.permute(gl.reshape(x, [2, 2, 32, 4]), (1, 2, 3, 0)))
-    return _whole(a, W), _whole(b, W)
-
-
-@gluon.jit
 def _sum_four(a, b, c, d, at_parts, at_sums, W: gl.constexpr):
     """Four products' results summed over warps."""
     x = gl.join(gl.join(_pieces(a, W), _pieces(b, W)), gl.join(_pieces(c, W), _pieces(d, W)))
@@ -118,16 +101,18 @@ def _sum_four(a, b, c, d, at_parts, at_sums, W: gl.constexpr):
 
 
 @gluon.jit
-def _bits(word, first, i_col):
-    """int32 [16, 16]: bit first + column of each row's word."""
-    return (gl.expand_dims(word, 1) >> gl.expand_dims(first + i_col, 0)) & 1
+def _dot(a, b_hi, b_lo, acc, P: gl.constexpr):
+    """acc + a b of float32, b in halves; the small terms apart, so that two chains of products are in flight."""
+    a_hi, a_lo = halves(a)
+    a_hi, a_lo = as_left(a_hi, P), as_left(a_lo, P)
+    return mma_v2(a_hi, b_hi, acc) + mma_v2(a_lo, b_hi, mma_v2(a_hi, b_lo, gl.zeros_like(acc)))
 
 
 @gluon.jit
 def _decay(above, sums_i, sums_j, W: gl.constexpr):
     """e^D [W, 16, 16]; 0 off the path."""
-    between = (gl.expand_dims(sums_i, 1) - gl.expand_dims(sums_j, 0)).to(gl.float32) * (1.0 / UNITS)
-    decay = gl.exp(gl.where(above != 0, between, -float("inf")))
+    between = (gl.expand_dims(sums_i, 1) - gl.expand_dims(sums_j, 0)).to(gl.float32) * TO_LOG2
+    decay = exp2(gl.where(above != 0, between, -float("inf")))
     return gl.expand_dims(decay, 0) + gl.zeros([W, 16, 16], gl.float32, layouts.products(W))
 
 
@@ -154,7 +139,6 @@ def verify_held_kernel(
     POOL: gl.constexpr,
     PENDING: gl.constexpr,
     WORDS: gl.constexpr,
-    BLOCKS: gl.constexpr,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -200,9 +184,8 @@ def verify_held_kernel(
     p_depth += start
     p_pool_row += start
 
-    w_s = gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, S_K)), 1)
-    o_k = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, S_K)), 0) + w_s * KP
-    o_v = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, S_V)), 0)
+    o_k = along(KP, S_K, 2, 1) + along(W, S_K, 2, 0) * KP
+    o_v = along(16, S_V, 2, 1)
     o_s = gl.expand_dims(o_k, 2) * V + gl.expand_dims(o_v, 1)
     s = gl.load(p_state + o_s)
     s = committed(s, p_pending, n_pending, p_pool_k, p_pool_u, p_pool_g, o_k, o_v, H, HV, K, V, AT_ONCE)
@@ -213,98 +196,53 @@ def verify_held_kernel(
 
     i_row, i_col = gl.arange(0, 16, layout=ROW), gl.arange(0, 16, layout=COL)
     below = gl.expand_dims(i_row, 1) > gl.expand_dims(i_col, 0)
-    w_k = gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(1, KEYS))), 1)
-    key = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEYS))), 0) + w_k * KP
-    i_key = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEYS))), 0), 2)
-    o_key = i_key * (H * K) + gl.expand_dims(key, 1)
-    w_v = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, VALUES))), 1), 2)
-    i_v_row = gl.expand_dims(
-        gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, VALUES))), 0), 2
-    )
-    i_v_row += w_v * 0  # [W, 16, 1]
-    v_col = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, VALUES))), 0), 1)
-    o_val = i_v_row * (HV * V) + v_col
-    mine = w_v == i_v_row // (16 // W)  # all warps have u and o; each stores some rows
+    i_key, key = along(16, KEYS, 3, 1), along(KP, KEYS, 3, 2) + along(W, KEYS, 3, 0) * KP
+    o_key = gl.minimum(i_key, n - 1) * (H * K) + key  # places past the last row repeat it
+    w_v, v_row, v_col = along(W, VALUES, 3, 0), along(16, VALUES, 3, 1), along(16, VALUES, 3, 2)
+    v_row += w_v * 0  # [W, 16, 1]
+    o_val = v_row * (HV * V) + v_col
+    m_out = (v_row < n) & (w_v == v_row // (16 // W))  # all warps have u and o; each stores some rows
     if W > 1:
         at_parts = layouts.shared(gl.float32, [W, 8, 32, 4])
         at_sums = layouts.shared(gl.float32, [8, 32, 4])
-    if BLOCKS > 1:
-        if W > 1:
-            at_parts_2 = layouts.shared(gl.float32, [W, 4, 32, 4])
-            at_sums_2 = layouts.shared(gl.float32, [4, 32, 4])
-        at_paths = layouts.shared_blocks(gl.int32, BLOCKS, [16])
-        at_u = layouts.shared_blocks(gl.float32, BLOCKS, [W, 16, 16])
-    if OVERLAP:
+    if OVERLAP:  # all above needs nothing of the kernel before; it takes the longer, so the tree is read below
         gdc_wait()
         gdc_launch_dependents()
 
-    for i_n in range(0, 1 if BLOCKS == 1 else (n + 15) // 16):
-        first = i_n * 16
-        left = n - first
-        k_i = gl.load(p_k + first * (H * K) + o_key, mask=i_key < left, other=0.0)
-        q_i = gl.load(p_q + first * (H * K) + o_key, mask=i_key < left, other=0.0)
-        g_i = gl.load(p_g + (first + i_col) * HV, mask=i_col < left, other=0.0)
-        beta_row = gl.load(p_beta + (first + i_row) * HV, mask=i_row < left, other=0.0)
-        beta_col = gl.load(p_beta + (first + i_col) * HV, mask=i_col < left, other=0.0)
-        v_i = gl.load(p_v + first * (HV * V) + o_val, mask=i_v_row < left, other=0.0).to(gl.float32)
-        pool_row = gl.load(p_pool_row + first + i_v_row, mask=i_v_row < left, other=0)
-        depth = gl.load(p_depth + first + i_row, mask=i_row < left, other=0)
-        word = gl.load(p_ancestors + (first + i_row) * WORDS + first // 32, mask=i_row < left, other=0)
-        above = _bits(word, first % 32, i_col)
-        on_path = above * gl.expand_dims(path_units(g_i), 0)
-        if BLOCKS > 1:
-            for j_n in range(0, i_n):
-                g_j = gl.load(p_g + (j_n * 16 + i_col) * HV)
-                word_j = gl.load(p_ancestors + (first + i_row) * WORDS + j_n // 2, mask=i_row < left, other=0)
-                on_path += _bits(word_j, j_n % 2 * 16, i_col) * gl.expand_dims(path_units(g_j), 0)
-        paths = gl.sum(on_path, 1)
-        if BLOCKS > 1:
-            at_paths.index(i_n).store(paths)
-            paths_col = at_paths.index(i_n).load(COL)
-        else:
-            paths_col = gl.convert_layout(paths, COL)
-        decay = _decay(above, paths, paths_col, W)
-        from_root = gl.expand_dims(gl.expand_dims(gl.exp(paths_col.to(gl.float32) * (1.0 / UNITS)), 0), 0)
-        rounds = gl.max(depth, 0) - gl.min(gl.where(i_row < left, depth, 1 << 20), 0)
+    k, q = gl.load(p_k + o_key), gl.load(p_q + o_key)
+    g = gl.load(p_g + i_col * HV, mask=i_col < n, other=0.0)
+    beta_row = gl.load(p_beta + i_row * HV, mask=i_row < n, other=0.0)
+    beta_col = gl.load(p_beta + i_col * HV, mask=i_col < n, other=0.0)
+    v = gl.load(p_v + o_val, mask=v_row < n, other=0.0).to(gl.float32)
+    word = gl.load(p_ancestors + i_row * WORDS, mask=i_row < n, other=0)
+    depth = gl.load(p_depth + i_row, mask=i_row < n, other=0)
+    pool_row = gl.load(p_pool_row + v_row, mask=v_row < n, other=0)
+    rounds = gl.max(depth, 0)
+    above = (gl.expand_dims(word, 1) >> gl.expand_dims(i_col, 0)) & 1
+    paths = gl.sum(above * gl.expand_dims(path_units(g), 0), 1)
+    paths_col = gl.convert_layout(paths, COL)
+    decay = _decay(above, paths, paths_col, W)
+    from_root = gl.expand_dims(gl.expand_dims(exp2(paths_col.to(gl.float32) * TO_LOG2), 0), 0)
 
-        zero = gl.zeros([W, 16, 16], gl.float32, P)
-        k_i, q_i = _by_product(k_i, W, KP), _by_product(q_i, W, KP)
-        k_left, k_right, q_left, q_right = as_left(k_i, P), as_right(k_i, P), as_left(q_i, P), as_right(q_i, P)
-        k_k = mma_v2(k_left, k_right, zero)
-        q_k = mma_v2(q_left, k_right, zero)
-        s_k = mma_v2(s_hi, k_right, mma_v2(s_lo, k_right, zero))
-        s_q = mma_v2(s_hi, q_right, mma_v2(s_lo, q_right, zero))
-        if W > 1:
-            k_k, q_k, s_k, s_q = _sum_four(k_k, q_k, s_k, s_q, at_parts, at_sums, W)
-        beta_below = gl.expand_dims(gl.where(below, gl.expand_dims(beta_row, 1), 0.0), 0)
-        system_hi, system_lo = _right_halves(-(decay * beta_below) * k_k, W)
-        scores_hi, scores_lo = _right_halves(decay * q_k, W)
-        wanted = _columns_first(v_i, W) - from_root * s_k
-        o = from_root * s_q
-        if BLOCKS > 1:
-            for j_n in range(0, i_n):
-                k_j = gl.load(p_k + j_n * (16 * H * K) + o_key)
-                word_j = gl.load(p_ancestors + (first + i_row) * WORDS + j_n // 2, mask=i_row < left, other=0)
-                j_right = as_right(_by_product(k_j, W, KP), P)
-                k_j_k, q_j_k = mma_v2(k_left, j_right, zero), mma_v2(q_left, j_right, zero)
-                if W > 1:
-                    k_j_k, q_j_k = _sum_two(k_j_k, q_j_k, at_parts_2, at_sums_2, W)
-                decay_j = _decay(_bits(word_j, j_n % 2 * 16, i_col), paths, at_paths.index(j_n).load(COL), W)
-                u_j = at_u.index(j_n).load(P)
-                hi, lo = _right_halves(-decay_j * k_j_k, W)
-                wanted = dot(u_j, hi, lo, wanted, P)
-                hi, lo = _right_halves(decay_j * q_j_k, W)
-                o = dot(u_j, hi, lo, o, P)
-        target = gl.expand_dims(gl.expand_dims(beta_col, 0), 0) * wanted
-        u = target
-        for _ in range(rounds):
-            u = dot(u, system_hi, system_lo, target, P)
-        o = dot(u, scores_hi, scores_lo, o, P)
-        if BLOCKS > 1:
-            at_u.index(i_n).store(u)
-        m_out = (i_v_row < left) & mine
-        gl.store(p_pool_u + pool_row * (HV * V) + v_col, _rows_first(u, W), mask=m_out)
-        gl.store(p_o + first * (HV * V) + o_val, _rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
+    zero = gl.zeros([W, 16, 16], gl.float32, P)
+    k, q = _by_product(k, W, KP), _by_product(q, W, KP)
+    k_right, q_right = as_right(k, P), as_right(q, P)
+    k_k = mma_v2(as_left(k, P), k_right, zero)
+    q_k = mma_v2(as_left(q, P), k_right, zero)
+    s_k = mma_v2(s_hi, k_right, mma_v2(s_lo, k_right, zero))
+    s_q = mma_v2(s_hi, q_right, mma_v2(s_lo, q_right, zero))
+    if W > 1:
+        k_k, q_k, s_k, s_q = _sum_four(k_k, q_k, s_k, s_q, at_parts, at_sums, W)
+    beta_below = gl.expand_dims(gl.where(below, gl.expand_dims(beta_row, 1), 0.0), 0)
+    system_hi, system_lo = right_halves(-(decay * beta_below) * k_k, W)
+    scores_hi, scores_lo = right_halves(decay * q_k, W)
+    target = gl.expand_dims(gl.expand_dims(beta_col, 0), 0) * (columns_first(v, W) - from_root * s_k)
+    u = target
+    for _ in range(rounds):
+        u = _dot(u, system_hi, system_lo, target, P)
+    o = _dot(u, scores_hi, scores_lo, from_root * s_q, P)
+    gl.store(p_pool_u + pool_row * (HV * V) + v_col, rows_first(u, W), mask=m_out)
+    gl.store(p_o + o_val, rows_first(o, W).to(p_o.dtype.element_ty), mask=m_out)
 
 
 def launch_held(
@@ -315,7 +253,6 @@ def launch_held(
         *tensors,
         **sizes,
         WORDS=bucket.words,
-        BLOCKS=triton.cdiv(bucket.tree_rows, 16),
         W=tile.warps,
         AT_ONCE=AT_ONCE,
         OVERLAP=overlap,

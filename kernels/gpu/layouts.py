@@ -22,6 +22,9 @@ LOWEST = gl.constexpr(-40.0)
 UNITS = gl.constexpr(262144.0)
 """Of path sums, as in factorised.py."""
 
+TO_LOG2 = gl.constexpr(1.4426950408889634 / 262144.0)
+"""From those units to the exponent of 2."""
+
 barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 """All threads of a program meet; Triton 3.8 gave it another name."""
 
@@ -115,6 +118,27 @@ def halves(x):
 
 
 @gluon.jit
+def right_halves(x, W: gl.constexpr):
+    """x^T as right operands, in bfloat16 halves."""
+    hi, lo = halves(x)
+    return as_right(hi, products(W)), as_right(lo, products(W))
+
+
+@gluon.jit
+def columns_first(x, W: gl.constexpr):
+    """v [W, rows, columns] as [W, columns, rows], a product's result."""
+    x = gl.permute(gl.reshape(x, [W, 16, 8, 2]), (0, 3, 2, 1))
+    return gl.convert_layout(gl.reshape(x, [W, 16, 16]), products(W), assert_trivial=True)
+
+
+@gluon.jit
+def rows_first(x, W: gl.constexpr):
+    """A product's result [W, columns, rows] as [W, rows, columns]."""
+    x = gl.permute(gl.reshape(x, [W, 2, 8, 16]), (0, 3, 2, 1))
+    return gl.convert_layout(gl.reshape(x, [W, 16, 16]), values(W), assert_trivial=True)
+
+
+@gluon.jit
 def dot(a, b_hi, b_lo, acc, PRODUCTS: gl.constexpr):
     """acc + a b of float32, as products of bfloat16 halves; b is split already."""
     a_hi, a_lo = halves(a)
@@ -126,6 +150,31 @@ def dot(a, b_hi, b_lo, acc, PRODUCTS: gl.constexpr):
 def path_units(g):
     """Log decays as whole multiples of 2^-18."""
     return (gl.maximum(g, LOWEST) * UNITS - 0.5).to(gl.int32)
+
+
+@gluon.jit
+def exp2(x):
+    """2^x by the GPU's own instruction, to 2^-22."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@constexpr_function
+def along_alone(layout: Any, rank: int, axis: int) -> Any:
+    """The layout of a vector along one axis of a tensor of such a layout."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def along(size: gl.constexpr, layout: gl.constexpr, rank: gl.constexpr, axis: gl.constexpr):
+    """0, 1, .. size - 1 along one axis of a tensor of this layout and rank, of size 1 along all others."""
+    x = gl.arange(0, size, layout=along_alone(layout, rank, axis))
+    for other in gl.static_range(rank):
+        if other != axis:
+            x = gl.expand_dims(x, other)
+    return x
 
 
 @gluon.jit

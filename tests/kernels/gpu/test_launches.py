@@ -9,7 +9,7 @@ import triton
 from gpu_layers import Dims, make_layer
 from tree_cases import chain
 
-from specla.kernels.gpu import held, serial_split, streamed
+from specla.kernels.gpu import held, held_blocks, serial_split, streamed
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
@@ -40,20 +40,21 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "tile", "grid"),
+    ("module", "name", "tile", "tree_rows", "grid"),
     [
-        (held, "verify_held_kernel", HeldTile(2), (8, 2, 2)),
-        (streamed, "verify_streamed_kernel", StreamedTile(32, 3), (2, 2, 2)),
-        (serial_split, "verify_split_kernel", None, (8, 2, 6)),
+        (held, "verify_held_kernel", HeldTile(2), 9, (8, 2, 2)),
+        (held_blocks, "verify_blocks_kernel", HeldTile(2), 17, (8, 2, 2)),
+        (streamed, "verify_streamed_kernel", StreamedTile(32, 3), 9, (2, 2, 2)),
+        (serial_split, "verify_split_kernel", None, 9, (8, 2, 6)),
     ],
 )
 def test_every_parameter_is_given(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, tile: Any, grid: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, tile: Any, tree_rows: int, grid: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     recorder = Recorder(getattr(module, name))
     monkeypatch.setattr(module, name, recorder)
-    bucket = Bucket(sessions=2, rows=16, tree_rows=9, pending=4, groups=3)
+    bucket = Bucket(sessions=2, rows=20, tree_rows=tree_rows, pending=4, groups=3)
     layer = make_layer(Dims(1, 2, 64, 128, torch.bfloat16), [chain(3)], torch.device("cpu"), bucket=bucket)
     rows, batch, pool = layer.rows, layer.batch, layer.pool
     if tile is None:
@@ -85,3 +86,28 @@ def test_every_parameter_is_given(
     sizes = {name: recorder.bound[name] for name in ("POOL", "PENDING", "H", "HV", "K", "V")}
     assert sizes == {"POOL": pool.k.shape[1], "PENDING": 4, "H": 1, "HV": 2, "K": 64, "V": 128}
     assert recorder.bound["OVERLAP"] is False
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "chunks", "kept", "warps"),
+    [
+        (HeldTile(4), 64, 1, 1, 4),
+        (HeldTile(4), 65, 2, 1, 4),
+        (HeldTile(4), 81, 2, 2, 4),
+        (HeldTile(2), 129, 5, 4, 2),
+        (HeldTile(4), 32, 1, 1, 2),
+    ],
+)
+def test_chunks_of_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, tile: HeldTile, rows: int, chunks: int, kept: int, warps: int
+) -> None:
+    """Of one block a warp; a last chunk of one block needs no place for its keys, and no warp is without a block."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    recorder = Recorder(held_blocks.verify_blocks_kernel)
+    monkeypatch.setattr(held_blocks, "verify_blocks_kernel", recorder)
+    bucket = Bucket(sessions=1, rows=rows, tree_rows=rows)
+    layer = make_layer(Dims(1, 1, 64, 16, torch.bfloat16), [chain(3)], torch.device("cpu"), bucket=bucket)
+    verify_factorised(layer.rows, layer.state, layer.pool, layer.batch, layer.o, tile)
+    assert [recorder.bound[name] for name in ("CHUNKS", "KEPT", "W")] == [chunks, kept, warps]
+    with pytest.raises(ValueError, match="2, 4 warps"):
+        verify_factorised(layer.rows, layer.state, layer.pool, layer.batch, layer.o, HeldTile(1))

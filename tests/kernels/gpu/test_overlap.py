@@ -32,7 +32,8 @@ Kernel = int | AnyTile
 CASES: list[tuple[Dims, tuple[int, ...], Kernel]] = [
     *((dims, sizes, groups) for dims in USUAL + OTHER for sizes in (SMALL, LARGE) for groups in (1, 4)),
     *((dims, sizes, factorised_tile(max(sizes))) for dims in USUAL + OTHER for sizes in (SMALL, LARGE)),
-    *((dims, sizes, HeldTile(warps)) for dims in USUAL for sizes in (SMALL, LARGE) for warps in (1, 4)),
+    *((dims, SMALL, HeldTile(warps)) for dims in USUAL for warps in (1, 4)),
+    *((dims, LARGE, HeldTile(warps)) for dims in USUAL for warps in (2, 4)),
     *((dims, SMALL, tile) for dims in USUAL for tile in (StreamedTile(32, 3, 128), StreamedTile(64, 3))),
 ]
 

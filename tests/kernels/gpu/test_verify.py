@@ -258,18 +258,31 @@ def test_every_fast_form_is_tried_on_a_gpu(device: torch.device) -> None:
     assert [type(t) for t in tiles] == [FactorisedTile, *[HeldTile] * 3, *[StreamedTile] * 3]
     assert fast_tiles(make_layer(SHAPES[1], [chain(3)], device, bucket=LOW))[1:] == []
     big = fast_tiles(make_layer(SHAPES[7], [chain(3)], device, bucket=BIG))
-    assert [type(t) for t in big] == [FactorisedTile, *[HeldTile] * 3]
+    assert big[1:] == [HeldTile(2), HeldTile(4)]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bucket", [LOW, BIG], ids=["one block", "blocks"])
 @pytest.mark.parametrize("dims", [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[7]], ids=named)
-def test_held_states_commit_with_the_bits_of_a_flush_on_a_gpu(device: torch.device, dims: Dims) -> None:
-    layer = make_layer(dims, [chain(16), FORK, chain(2)], device, pending=[8, 0, 3], bucket=LOW)
+def test_held_states_commit_with_the_bits_of_a_flush_on_a_gpu(device: torch.device, dims: Dims, bucket: Bucket) -> None:
+    trees = [chain(16), FORK, chain(2)]
+    layer = make_layer(dims, trees, device, pending=[8, 0, 3], bucket=bucket)
     flushed = layer.clone()
     flush(flushed.state, flushed.pool, layer.batch.slot, layer.batch.pending, layer.batch.pending_len)
     factorised(HeldTile(4))(layer)
     assert torch.equal(layer.state, flushed.state)
-    assert not torch.equal(layer.state, make_layer(dims, [chain(16), FORK, chain(2)], device, bucket=LOW).state)
+    assert not torch.equal(layer.state, make_layer(dims, trees, device, bucket=bucket).state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 32, 33, 48, 49, 64, 65, 80, 81, 112, 113, 128])
+def test_buckets_that_end_anywhere_in_a_chunk_on_a_gpu(device: torch.device, rows: int) -> None:
+    """Chunks are 32 or 64 rows; a last one of up to 16 is shared out over the warps."""
+    trees = [random_tree(random.Random(rows), rows), chain(rows), random_tree(random.Random(1), rows // 2 + 1)]
+    bucket = Bucket(sessions=4, rows=3 * rows, tree_rows=rows, pending=8)
+    layer = make_layer(SHAPES[0], trees, device, pending=[5, 0, 8], bucket=bucket, gates="mild", seed=rows)
+    for warps in (2, 4):
+        check(layer, factorised(HeldTile(warps)), 1e-3)
 
 
 @pytest.mark.gpu
