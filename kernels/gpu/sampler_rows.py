@@ -124,11 +124,14 @@ class SamplerRows:
         ints = self._upload.words().reshape(8, places)
         used, seeds = ints[0], ints[2:4].reshape(-1, 2)
         used[:count], used[count:] = 1, 0
-        fields = np.stack([self._fields_of(session) for session in rows.sessions])[np.asarray(rows.row_session)]
-        ints[1, :count] = fields[:, 0]
-        seeds[:count] = fields[:, 1:3]
-        ints[4, :count] = np.asarray(rows.positions, np.int64).astype(np.uint32).view(np.int32)
-        ints[5:, :count] = fields[:, 3:].T
+        if len(rows.sessions) == 1:
+            fields = self._fields_of(rows.sessions[0])
+        else:
+            fields = np.array([self._fields_of(session) for session in rows.sessions])[np.asarray(rows.row_session)].T
+        ints[1, :count] = fields[0]
+        seeds[:count] = fields[1:3].T
+        ints[4, :count] = np.array(rows.positions, np.uint32).view(np.int32)
+        ints[5:, :count] = fields[3:, None] if fields.ndim == 1 else fields[3:]
         self._upload.send()
 
     def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:

@@ -36,9 +36,11 @@ class Upload:
         if within is not None:
             first = within._take(words)
             self._host, self.buffer = within._host[first : first + words], within.buffer[first : first + words]
+            self._words: NDArray[np.int32] = self._host.numpy()
             return
         on_gpu = torch.device(device).type == "cuda"
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+        self._words = self._host.numpy()
         self._sent = torch.cuda.Event() if on_gpu else None
         self.buffer = torch.zeros(words, dtype=torch.int32, device=device)
 
@@ -50,8 +52,7 @@ class Upload:
     def words(self) -> NDArray[np.int32]:
         """The host's side, to be written: waits until a former copy no longer reads it."""
         (self._whole or self)._wait()
-        words: NDArray[np.int32] = self._host.numpy()
-        return words
+        return self._words
 
     def send(self, words: int | None = None) -> None:
         """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream.
