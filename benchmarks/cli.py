@@ -5,21 +5,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specla.benchmarks import gpu_commands
+from specla.benchmarks.options import JsonOption, finish, numbers, progress_bar
 from specla.benchmarks.prompt_set import HELD_OUT
 from specla.benchmarks.report import Report, cpu_name
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
-
-
-def _numbers(text: str, option: str) -> list[float]:
-    """Numbers separated by commas; anything else is a usage error."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
 
 
 def _drafters(text: str, option: str) -> list[str]:
@@ -33,7 +25,6 @@ def _drafters(text: str, option: str) -> list[str]:
 bench = typer.Typer(help="Measure speed, identity and acceptance.", no_args_is_help=True)
 
 TargetOption = Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write the result.")]
 PromptsOption = Annotated[Path, typer.Option(help="JSON lines of {id, domain, text}.")]
 NumericsOption = Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")]
 
@@ -75,7 +66,7 @@ def identity(
         raise typer.BadParameter(f"no join is called {unknown[0]!r}", param_hint="--joins")
     columns = work.cases(
         names,
-        _numbers(temperatures, "--temperatures"),
+        numbers(temperatures, "--temperatures"),
         joined,
         batch,
         baseline_batch,
@@ -89,7 +80,7 @@ def identity(
     wanted = {prompt.id for prompt in chosen}
     done = sum(len(wanted & set(texts.of(case))) for case in columns)
     drafting = [name for name in names if name != "none"]
-    with ExitStack() as stack, _progress() as progress:
+    with ExitStack() as stack, progress_bar() as progress:
         task = progress.add_task("texts", total=len(columns) * len(chosen), completed=done)
         generators: dict[str, work.Generator] = {}
 
@@ -124,7 +115,7 @@ def identity(
             return generators[join]
 
         work.run(columns, chosen, texts, generator_of, max_tokens=max_tokens, progress=lambda _: progress.advance(task))
-    _finish(work.report(columns, chosen, texts, device=cpu_name()), json)
+    finish(work.report(columns, chosen, texts, device=cpu_name()), json)
 
 
 @bench.command()
@@ -146,13 +137,13 @@ def drafters(
     from specla.client.local import Local
 
     all_names = _drafters(names, "--names")
-    degrees_asked = _numbers(temperatures, "--temperatures")
+    degrees_asked = numbers(temperatures, "--temperatures")
     folder = target or default_target()
     made = Report(title="Drafters over plain decoding", device=cpu_name())
     made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
     with (
         Local(folder, drafters=[n for n in all_names if n != "none"], numerics=numerics) as local,
-        _progress() as progress,
+        progress_bar() as progress,
     ):
         made.notes["numerics_id"] = local.model().numerics_id
         for degrees in degrees_asked:
@@ -172,7 +163,7 @@ def drafters(
                 )
                 ratios[domain] = work.add_rows(made, case, timed, prompts=len(chosen))
             work.add_goals(made, degrees, ratios[work.REPEATING], ratios[work.PROSE])
-    _finish(made, json)
+    finish(made, json)
 
 
 @bench.command()
@@ -195,7 +186,7 @@ def price(
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
-    with ExitStack() as stack, _progress() as progress:
+    with ExitStack() as stack, progress_bar() as progress:
         task = progress.add_task("texts", total=2 * len(chosen) * len(names))
         generators: dict[str, Generator] = {
             numerics: stack.enter_context(
@@ -207,7 +198,7 @@ def price(
             generator.generate("warm up", drafter="none", max_tokens=4, temperature=0.0, seed=0)
         taken = work.measure(generators, chosen, names, max_tokens=max_tokens, progress=lambda: progress.advance(task))
     work.add_to(made, taken)
-    _finish(made, json)
+    finish(made, json)
 
 
 @bench.command()
@@ -227,7 +218,7 @@ def passes(
     from specla.verifier_service.engine import Engine
 
     folder = target or default_target()
-    counts = [int(n) for n in _numbers(rows, "--rows")]
+    counts = [int(n) for n in numbers(rows, "--rows")]
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)
@@ -243,7 +234,7 @@ def passes(
         )
         for numerics in NUMERICS
     }
-    with _progress() as progress:
+    with progress_bar() as progress:
         for numerics, engine in engines.items():
             made.notes[f"numerics_id, {numerics}"] = engine.target.numerics_id
             task = progress.add_task(numerics, total=rounds + 2)
@@ -256,7 +247,7 @@ def passes(
             )
             work.add_to(made, numerics, seconds)
     work.add_price(made, work.measure_price(engines["exact"], engines["fast"], prompt, rounds=4 * rounds))
-    _finish(made, json)
+    finish(made, json)
 
 
 @bench.command()
@@ -286,101 +277,12 @@ def numerics(
     )
     made.notes.update({"numerics_id, exact": exact.target.numerics_id, "numerics_id, fast": fast.target.numerics_id})
     made.notes["rows of a pass"] = rows
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("texts", total=len(texts))
         found = work.differences(exact, fast, texts, rows, lambda: progress.advance(task))
     work.add_to(made, found, sum(map(len, texts)))
-    _finish(made, json)
+    finish(made, json)
 
 
-@bench.command()
-def kernels(
-    only: Annotated[
-        Literal["all", "goals"], typer.Option(help="goals: nothing but the cases that goals hang on, in fewer rounds.")
-    ] = "all",
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further case is begun.")] = 420.0,
-    pictures: Annotated[Path | None, typer.Option(help="Folder for kernel-times.svg and kernel-drift.svg.")] = None,
-    tune: Annotated[
-        Path | None, typer.Option(help="Measure what the selector chooses from instead; write its table there.")
-    ] = None,
-    tune_rows: Annotated[str, typer.Option(help="Tune these buckets alone: rows of a tree, by commas.")] = "",
-    json: JsonOption = None,
-) -> None:
-    """The verification kernels and their rivals on a GPU; exits 1 if one is wrong or a goal is missed."""
-    from specla.benchmarks.kernels import cases
-    from specla.benchmarks.kernels import run as work
-    from specla.benchmarks.kernels.device import NoDeviceError
-    from specla.benchmarks.kernels.pictures import draw
-    from specla.benchmarks.kernels.preparation import TaskError
-    from specla.benchmarks.kernels.tune import tune as measure_table
-
-    console = Console(stderr=True, highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    def save(made: Report) -> None:
-        if json is not None:
-            made.write(json)
-
-    try:
-        if tune is not None:
-            buckets = [int(rows) for rows in _numbers(tune_rows, "--tune-rows")] if tune_rows else []
-            done = measure_table(cases.tuning_plan(buckets), tune, budget=budget, say=say)
-        else:
-            plan = cases.goals_plan() if only == "goals" else cases.full_plan()
-            done = work.run(plan, budget=budget, say=say, save=save)
-    except (work.WrongResultError, TaskError, NoDeviceError) as error:
-        console.print(f"refused: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    if pictures is not None:
-        for path in draw(pictures, done.timed, done.drifts, done.report.device):
-            console.print(f"drawn: {path}", markup=False)
-    _finish(done.report, json)
-
-
-@bench.command("pass")
-def whole_pass(
-    library: Annotated[bool, typer.Option(help="Whether to run flash-linear-attention's model beside ours.")] = True,
-    json: JsonOption = None,
-) -> None:
-    """Whole passes of the 1.47B model on a GPU, with floors and rivals; exits 1 if one is wrong or a goal is missed."""
-    from specla.benchmarks.kernels.device import NoDeviceError
-    from specla.benchmarks.target_pass import run as work
-    from specla.benchmarks.target_pass.checks import WrongPassError
-
-    console = Console(stderr=True, highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    def save(made: Report) -> None:
-        if json is not None:
-            made.write(json)
-
-    try:
-        made = work.run(say, save, with_library=library)
-    except (WrongPassError, NoDeviceError) as error:
-        console.print(f"refused: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    _finish(made, json)
-
-
-def _finish(made: Report, json: Path | None) -> None:
-    console = Console()
-    made.show(console)
-    if json is not None:
-        made.write(json)
-        console.print(f"written to {json}")
-    if not made.all_met:
-        raise typer.Exit(1)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+bench.command("kernels")(gpu_commands.kernels)
+bench.command("pass")(gpu_commands.whole_pass)

@@ -1,14 +1,23 @@
-"""Makes an engine's usual passes ready at the start, and says how far it is: on a GPU that takes a while."""
+"""Before an engine serves: its usual passes are made ready, which takes a while on a GPU, and timed."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specla.verifier_service.cost_model import PassTimes, measure
 from specla.verifier_service.engine import Engine
 
 log = structlog.get_logger("specla.verifier")
+
+
+def pass_times_of(engine: Engine, clock: Callable[[], float]) -> PassTimes:
+    """Forecasts of an engine's passes, which are ready then."""
+    prepare(engine)
+    return measure(partial(engine.measure_pass_times, repeats=1), clock)
 
 
 def prepare(engine: Engine) -> None:

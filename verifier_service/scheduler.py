@@ -25,13 +25,13 @@ from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent
 from specla.verifier_service.commands import CommandDesk
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.cost_model import PassTimes, measure
+from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.identity import describe, limits_of
 from specla.verifier_service.mailbox import Mailbox
 from specla.verifier_service.pass_runner import PassRunner
-from specla.verifier_service.preparing import prepare
+from specla.verifier_service.preparing import pass_times_of
 from specla.verifier_service.publish import (
     CoordinatorEnd,
     DrafterEnd,
@@ -90,8 +90,7 @@ class Scheduler:
     def load(cls, config: VerifierConfig) -> "Scheduler":
         """Load the target, measure its passes and serve, all on one new thread. Blocks until it serves.
 
-        OpenMP counts the teams of all threads against the cores: were the engine made on another thread, workers would
-        sleep between products, and a token take 1.4 times as long.
+        OpenMP counts all threads' teams: were the engine made on another thread, a token took 1.4 times as long.
 
         Raises:
             UnsupportedModelError, InvalidRequestError, InternalError: from the engine.
@@ -128,10 +127,9 @@ class Scheduler:
         return self
 
     def _prepare(self, pass_times: PassTimes | None) -> None:
-        """Make passes ready, measure what is not given; let threads hand over sooner."""
+        """Make passes ready and measure them, if no forecasts are given; let threads hand over sooner."""
         speed_up_hops()
-        prepare(self._engine)
-        self._passes.times = pass_times or measure(partial(self._engine.measure_pass_times, repeats=1), self._clock)
+        self._passes.times = pass_times or pass_times_of(self._engine, self._clock)
         self._beat = self._clock()
 
     def stop(self, drain_s: float = 0.0) -> None:
