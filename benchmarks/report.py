@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -73,7 +74,7 @@ class Report:
     notes: dict[str, str | int | float | bool] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """The shape kept under benchmarks/results/."""
+        """The shape kept under benchmarks/results/; what was not measured is null."""
         return {
             "title": self.title,
             "device": self.device,
@@ -82,7 +83,10 @@ class Report:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "notes": self.notes,
             "rows": [asdict(row) for row in self.rows],
-            "goals": [{**asdict(goal), "met": goal.met} for goal in self.goals],
+            "goals": [
+                {**asdict(goal), "got": None if math.isnan(goal.got) else goal.got, "met": goal.met}
+                for goal in self.goals
+            ],
         }
 
     def write(self, path: Path) -> None:

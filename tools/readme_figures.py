@@ -55,7 +55,7 @@ def goal_table(goals: list[dict[str, Any]]) -> list[str]:
     rows = []
     for goal in goals:
         wanted = f"{goal.get('sense', '')} {figure(goal['want'])} {goal['unit']}".strip()
-        got = f"{figure(goal['got'])} {goal['unit']}".strip()
+        got = "not measured" if goal["got"] is None else f"{figure(goal['got'])} {goal['unit']}".strip()
         rows.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
     return table(["asked for", "goal", "measured", "met"], rows)
 
