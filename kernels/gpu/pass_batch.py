@@ -167,37 +167,53 @@ class PassBatch:
         self._laid_out = lru_cache(maxsize=_REMEMBERED)(self._lay_out)
         self.fill(())
 
-    def fill(self, sessions: Sequence[SessionPass], *, checked: bool = True) -> None:
+    def fill(self, sessions: Sequence[SessionPass]) -> None:
         """Puts these sessions into the first places and leaves the others unused; one copy to the device.
-
-        Args:
-            sessions: at most as many as the bucket holds.
-            checked: whether what they name is looked at; a caller whose slots and pool rows come from the store's own
-                lists (`PoolRows`) may do without.
 
         Raises:
             ValueError: more sessions, rows or pending factors than the bucket holds, slots or pool rows that are below
                 0, named twice or beyond the store that the batch is bound to, a history of another length; the batch
                 keeps its former contents.
         """
-        if checked:
-            _check(sessions, self.bucket)
-            largest = _largest(sessions)
-            self._refuse_outside(largest)
-            self._largest = largest
-        laid_out = self._laid_out(tuple(session.topology for session in sessions))
-        self._upload.words()[:] = laid_out
-        arrays, count = self._arrays, len(sessions)
-        arrays["slot"][:count] = [session.slot for session in sessions]
-        arrays["write_state"][:count] = [session.write_state for session in sessions]
-        arrays["pending_len"][:count] = [len(session.pending) for session in sessions]
-        pool_rows = list(chain.from_iterable(session.pool_rows for session in sessions))
-        arrays["pool_row"][: len(pool_rows)] = pool_rows
-        for b, session in enumerate(sessions):
-            if session.pending:
-                arrays["pending"][b, : len(session.pending)] = session.pending
-            if session.history:
-                arrays["history"][b] = session.history
+        _check(sessions, self.bucket)
+        largest = _largest(sessions)
+        self._refuse_outside(largest)
+        self._largest = largest
+        self.put(
+            tuple(session.topology for session in sessions),
+            [session.slot for session in sessions],
+            [session.pool_rows for session in sessions],
+            [session.pending for session in sessions],
+            [session.history for session in sessions],
+            [session.write_state for session in sessions],
+        )
+
+    def put(
+        self,
+        topologies: tuple[Topology, ...],
+        slots: Sequence[int],
+        pool_rows: Sequence[Sequence[int]],
+        pending: Sequence[Sequence[int]],
+        history: Sequence[Sequence[int]],
+        write_state: Sequence[bool],
+    ) -> None:
+        """`fill` without its checks, for a caller whose slots and pool rows come from the store's own lists.
+
+        Each argument has an entry a session, as `SessionPass` names them.
+        """
+        self._upload.words()[:] = self._laid_out(topologies)
+        arrays, count = self._arrays, len(slots)
+        arrays["slot"][:count] = slots
+        arrays["write_state"][:count] = write_state
+        arrays["pending_len"][:count] = [len(rows) for rows in pending]
+        flat = list(chain.from_iterable(pool_rows))
+        arrays["pool_row"][: len(flat)] = flat
+        for b, rows in enumerate(pending):
+            if rows:
+                arrays["pending"][b, : len(rows)] = rows
+        for b, rows in enumerate(history):
+            if rows:
+                arrays["history"][b] = rows
         self._upload.send()
 
     def _lay_out(self, topologies: tuple[Topology, ...]) -> Ints:

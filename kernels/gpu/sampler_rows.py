@@ -93,6 +93,7 @@ class SamplerRows:
             raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
         self.vocab_size = vocab_size
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
+        self._last: tuple[tuple[SessionSampling, ...], list[int]] = ((), [])
         self._upload = Upload(self.words(rows), device, within=within)
         self.buffer = self._upload.buffer.view(8, rows)
         self.used, self.top_k = self.buffer[0], self.buffer[1]
@@ -122,6 +123,10 @@ class SamplerRows:
             if session.vocab_size != self.vocab_size:
                 raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.vocab_size}")
         ints = self._upload.words().reshape(8, places)
+        ints[4, :count].view(np.uint32)[:] = rows.positions
+        if self._filled_with(rows):
+            self._upload.send()
+            return
         used, seeds = ints[0], ints[2:4].reshape(-1, 2)
         used[:count], used[count:] = 1, 0
         if len(rows.sessions) == 1:
@@ -130,9 +135,13 @@ class SamplerRows:
             fields = np.array([self._fields_of(session) for session in rows.sessions])[np.asarray(rows.row_session)].T
         ints[1, :count] = fields[0]
         seeds[:count] = fields[1:3].T
-        ints[4, :count] = np.array(rows.positions, np.uint32).view(np.int32)
         ints[5:, :count] = fields[3:, None] if fields.ndim == 1 else fields[3:]
         self._upload.send()
+
+    def _filled_with(self, rows: RowSampling) -> bool:
+        """Whether the places hold these sessions' rows already, but for positions; they will from now on."""
+        last, self._last = self._last, (tuple(rows.sessions), list(rows.row_session))
+        return last == self._last
 
     def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:
         """What does not change while a session runs: int32 [6], floats as their bits."""

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries
-from specla.kernels.gpu.pass_batch import SessionPass
 from specla.kernels.gpu.product import product
 from specla.kernels.gpu.selector import LayerShape, Mode, Selector
 from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row, row_logprobs
@@ -153,22 +152,14 @@ class GpuBackend:
         self, buffers: PassBuffers, slots: Sequence[int], batch: TreeBatch, row_tokens: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
         """Puts sessions and tokens in place; returns every session's pool rows, and whether its state is stored."""
-        sessions, taken, written = [], [], []
-        for slot, topology in zip(slots, batch.topologies, strict=True):
-            rows = self.store.rows[slot]
-            taken.append(rows.take(len(topology)))
-            written.append(len(rows.pending) + len(topology.levels) > MOST_PENDING)
-            sessions.append(
-                SessionPass(
-                    slot=slot,
-                    topology=topology,
-                    pool_rows=taken[-1],
-                    pending=rows.pending,
-                    history=rows.history,
-                    write_state=written[-1],
-                )
-            )
-        buffers.batch.fill(sessions, checked=False)
+        pools = [self.store.rows[slot] for slot in slots]
+        taken = [pool.take(len(topology)) for pool, topology in zip(pools, batch.topologies, strict=True)]
+        pending = [pool.pending for pool in pools]
+        written = [
+            len(rows) + len(topology.levels) > MOST_PENDING
+            for rows, topology in zip(pending, batch.topologies, strict=True)
+        ]
+        buffers.batch.put(batch.topologies, slots, taken, pending, [pool.history for pool in pools], written)
         buffers.put_tokens(row_tokens)
         return taken, written
 
@@ -189,9 +180,8 @@ class GpuPassRows:
         self._adjusted = adjusted
         tokens, failed = self._buffers.results(len(sampling.row_session))
         errors = {
-            row: check_row(self.logits(row)) or "every token has been ruled out"
-            for row, error in enumerate(failed)
-            if error
+            int(row): check_row(self.logits(int(row))) or "every token has been ruled out"
+            for row in (failed.nonzero()[0] if failed.any() else ())
         }
         logprobs: dict[int, RowLogprobs] = {}
         wanted = [session.params.top_logprobs for session in sampling.sessions]
@@ -199,8 +189,8 @@ class GpuPassRows:
             for row, index in enumerate(sampling.row_session):
                 count = wanted[index]
                 if count is not None and tokens[row] >= 0:
-                    logprobs[row] = row_logprobs(self.logits(row), tokens[row], count)
-        self._sampled = Sampled(np.array(tokens, np.int64), errors, logprobs)
+                    logprobs[row] = row_logprobs(self.logits(row), int(tokens[row]), count)
+        self._sampled = Sampled(tokens, errors, logprobs)
 
     @property
     def sampled(self) -> Sampled:

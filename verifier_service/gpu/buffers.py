@@ -154,6 +154,7 @@ class PassBuffers:
         self._results = torch.zeros(2, R, dtype=torch.int32, device=device)
         self.sampled, self.errors = self._results
         self._host_results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._fetched: NDArray[np.int32] = self._host_results.numpy()
         _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
         self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
 
@@ -184,7 +185,9 @@ class PassBuffers:
         """Starts the copy of the results to the host."""
         self._host_results.copy_(self._results, non_blocking=True)
 
-    def results(self, count: int) -> tuple[list[int], list[int]]:
-        """Tokens and errors of the first rows, as `fetch` brought them; whoever calls has waited for that."""
-        tokens, errors = self._host_results[:, :count].tolist()
-        return tokens, errors
+    def results(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Tokens and errors of the first rows, as `fetch` brought them; whoever calls has waited for that.
+
+        The errors are a view, valid until the next pass.
+        """
+        return self._fetched[0, :count].astype(np.int64), self._fetched[1, :count]
