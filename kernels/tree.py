@@ -105,10 +105,14 @@ class TreeBatch:
         return self.rows == self.sessions
 
     @cached_property
+    def row_sessions(self) -> tuple[int, ...]:
+        """[R], the session of each row."""
+        return tuple(b for b, topology in enumerate(self.topologies) for _ in range(len(topology)))
+
+    @cached_property
     def row_session(self) -> Tensor:
-        """int64 [R], the session of each row."""
-        counts = torch.tensor([len(t) for t in self.topologies])
-        return torch.repeat_interleave(torch.arange(self.sessions), counts)
+        """int64 [R], `row_sessions` as a tensor."""
+        return torch.tensor(self.row_sessions, dtype=torch.int64)
 
     @cached_property
     def parent_row(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, Sampled, row_logprobs
 from specla.kernels.topology import Topology
@@ -29,8 +30,7 @@ class PassItem:
     top_k: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassResult:
+class PassResult(NamedTuple):
     """What one session got out of a pass.
 
     Attributes:
@@ -60,15 +60,11 @@ class PassResult:
 
 def row_sampling(items: Sequence[PassItem], batch: TreeBatch, row_tokens: Sequence[int]) -> RowSampling:
     """Which token each row of the batch samples; `row_tokens` are the rows' own tokens, [R]."""
-    sessions, positions = [], []
-    for index, item in enumerate(items):
-        sessions += [index] * len(item.topology)
-        base = item.session.committed_len
-        positions += [base + depth for depth in item.topology.depth.tolist()]
+    base = [item.session.committed_len for item in items]
     return RowSampling(
         sessions=[item.session.sampling_state for item in items],
-        row_session=sessions,
-        positions=positions,
+        row_session=batch.row_sessions,
+        positions=[base[session] + depth for session, depth in zip(batch.row_sessions, batch.depths, strict=True)],
         parent_row=() if batch.roots_only else batch.parents,
         row_tokens=row_tokens,
     )

@@ -93,7 +93,7 @@ class SamplerRows:
             raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
         self.vocab_size = vocab_size
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
-        self._last: tuple[tuple[SessionSampling, ...], list[int]] = ((), [])
+        self._last: tuple[tuple[SessionSampling, ...], tuple[int, ...]] = ((), ())
         self._upload = Upload(self.words(rows), device, within=within)
         self.buffer = self._upload.buffer.view(8, rows)
         self.used, self.top_k = self.buffer[0], self.buffer[1]
@@ -140,7 +140,7 @@ class SamplerRows:
 
     def _filled_with(self, rows: RowSampling) -> bool:
         """Whether the places hold these sessions' rows already, but for positions; they will from now on."""
-        last, self._last = self._last, (tuple(rows.sessions), list(rows.row_session))
+        last, self._last = self._last, (tuple(rows.sessions), tuple(rows.row_session))
         return last == self._last
 
     def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:
