@@ -23,6 +23,7 @@ from specla.kernels.sampling import RowSampling, SessionSampling
 _FIELDS = 6  # row, id, bias, repetition, subtracted, banned
 _HEADER = 8  # words before the first entry; the first holds how many there are
 _BLOCK = 1024
+_NONE = np.empty((0, _FIELDS), np.int32)
 
 
 class LogitEntries:
@@ -72,13 +73,17 @@ class LogitEntries:
             if session.vocab_size != vocab_size:
                 raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {vocab_size}")
         if not any(session.params.adjusts for session in rows.sessions):
-            return np.empty((0, _FIELDS), np.int32)
+            return _NONE
         found = []
         for row, index in enumerate(rows.row_session):
             session = rows.sessions[index]
             if session.params.adjusts:
                 found.append(_entries_of(row, session, rows.path(row) if session.params.penalizes else []))
-        return np.concatenate(found) if found else np.empty((0, _FIELDS), np.int32)
+        return np.concatenate(found) if found else _NONE
+
+    def clear(self) -> None:
+        """No entries: what another pass has left may name rows that the next one's logits do not have."""
+        self.put(_NONE)
 
     def put(self, entries: NDArray[np.int32]) -> None:
         """Replaces the contents by `entries`, rows of `entries_of`.

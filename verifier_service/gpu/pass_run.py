@@ -98,6 +98,7 @@ class PassRun:
 
     def _capture(self, pool: Any) -> None:
         if self._graph is not None:
+            self.buffers.entries.clear()
             self._launch()  # compiles
             torch.cuda.synchronize(self.buffers.batch.device)
             with torch.cuda.graph(self._graph, pool=pool):
