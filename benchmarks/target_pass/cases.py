@@ -26,7 +26,6 @@ from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of
-from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -99,7 +98,6 @@ class Bench(NamedTuple):
     weights: GpuWeights
     store: GpuStore
     selector: Selector
-    arena: Tensor
     entries: LogitEntries
     pool: Any
 
@@ -114,8 +112,7 @@ class Bench(NamedTuple):
             x.normal_(generator=drawn).mul_(0.05)
         store.pools.g.abs_().neg_()
         entries = LogitEntries(total_rows, config.vocab_size, 1024, device)
-        arena = torch.empty(0, dtype=torch.uint8, device=device)
-        return cls(weights, store, selector, arena, entries, torch.cuda.graph_pool_handle())
+        return cls(weights, store, selector, entries, torch.cuda.graph_pool_handle())
 
     def choose(self, case: Case) -> Choice:
         """The kernel that the selector gives the case."""
@@ -133,9 +130,8 @@ class Bench(NamedTuple):
 
     def arena_of(self, key: PassKey) -> Tensor:
         """Memory for a key's passes."""
-        config, dtype = self.weights.config, self.weights.dtype
-        needed = PassBuffers.nbytes(config, dtype, key.bucket, serial=key.choice.kernel == "serial")
-        return torch.empty(needed, dtype=torch.uint8, device=self.arena.device)
+        weights = self.weights
+        return torch.empty(key.arena_bytes(weights.config, weights.dtype), dtype=torch.uint8, device=weights.device)
 
 
 class Cycle:

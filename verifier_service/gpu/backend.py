@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,6 +33,9 @@ from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 
 _BATCHES = 1024  # batches of trees for which it is remembered what they run on
+_MOST_KEEPING = 64  # captured passes that keep streams: which layers, and so how many kinds, is for clients to say
+
+log = structlog.get_logger("specla.verifier")
 
 
 class GpuBackend:
@@ -60,7 +64,7 @@ class GpuBackend:
             selector: which of them.
             slots: sessions at once.
             max_rows: rows of one session in one pass.
-            max_batch_rows: candidates of all sessions in one pass; every session has its root beside them.
+            max_batch_rows: rows of all sessions in one pass, where there are more than roots.
             prefill_chunk: tokens of one `run_chunk` at the most.
         """
         self.chain_rows, self._max_rows = chain_rows(max_rows), max_rows
@@ -68,7 +72,7 @@ class GpuBackend:
         config, device = weights.config, weights.device
         self.weights, self.mode, self._selector = weights, mode, selector
         self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
-        self._most_rows = max(max_batch_rows, rows) + slots
+        self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
         self.scratch_slot = self.store.scratch_slot
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
@@ -145,8 +149,28 @@ class GpuBackend:
         bucket = bucket_of(topologies, self._most_rows, self.weights.config.conv_size, choice.groups)
         key = PassKey(bucket, choice, samples, tuple(layer for layer in layers if layer != FINAL_NORM))
         if key not in self._runs:
-            self._runs[key] = PassRun(self.weights, self.store, key, self._arena, self._entries, self._memory_of_graphs)
+            if key.layers:
+                self._forget_oldest_keeping()
+            arena = self._arena_for(key)
+            self._runs[key] = PassRun(self.weights, self.store, key, arena, self._entries, self._memory_of_graphs)
         return self._runs[key]
+
+    def _arena_for(self, key: PassKey) -> Tensor:
+        """Memory for a key's passes: where they need more than all before (kept streams, many programs that share
+        trees), a larger arena, which later ones share; those before stay where they were captured."""
+        needed = key.arena_bytes(self.weights.config, self.weights.dtype)
+        if needed > len(self._arena):
+            nbytes = max(needed, len(self._arena) * 5 // 4)  # so that there are few
+            log.info("pass_memory_grown", bytes=nbytes, sessions=key.bucket.sessions, rows=key.bucket.rows)
+            self._arena = torch.empty(nbytes, dtype=torch.uint8, device=self.weights.device)
+        return self._arena
+
+    def _forget_oldest_keeping(self) -> None:
+        """Makes room for one more pass that keeps streams."""
+        keeping = [key for key in self._runs if key.layers]
+        if len(keeping) >= _MOST_KEEPING:
+            self._run_for.cache_clear()
+            self._runs.pop(keeping[0]).wait()  # its pinned memory may be on its way to the device
 
     def _fill(
         self, buffers: PassBuffers, slots: Sequence[int], batch: TreeBatch, row_tokens: Sequence[int]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,8 +17,7 @@ from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
-
-log = structlog.get_logger("specla.verifier")
+from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 
 class PassKey(NamedTuple):
@@ -31,6 +29,15 @@ class PassKey(NamedTuple):
     """Whether there are head and sampling, or known tokens only."""
     layers: tuple[int, ...]
     """Whose streams are kept."""
+
+    @property
+    def serial(self) -> bool:
+        """Whether a serial kernel runs."""
+        return self.choice.kernel == "serial"
+
+    def arena_bytes(self, config: GatedDeltaNetConfig, dtype: torch.dtype) -> int:
+        """Bytes of the arena that its passes need."""
+        return PassBuffers.nbytes(config, dtype, self.bucket, layers=len(self.layers), serial=self.serial)
 
 
 class PassRun:
@@ -55,17 +62,14 @@ class PassRun:
             weights: the model.
             store: the sessions' memory.
             key: what for.
-            arena: memory that all runs share; a run that needs more (many programs that share trees) takes its own.
+            arena: memory that runs share, `arena_bytes` of the key or more.
             entries: likewise.
             pool: handle of the memory that graphs take while they are captured; None where there are none.
         """
         self._weights, self._store, self._samples = weights, store, key.samples
-        config, dtype, serial = weights.config, weights.dtype, key.choice.kernel == "serial"
-        needed = PassBuffers.nbytes(config, dtype, key.bucket, layers=len(key.layers), serial=serial)
-        if needed > len(arena):
-            log.info("pass_memory_apart", bytes=needed, sessions=key.bucket.sessions, rows=key.bucket.rows)
-            arena = torch.empty(needed, dtype=torch.uint8, device=arena.device)
-        self.buffers = PassBuffers(config, dtype, key.bucket, arena, entries, layers=key.layers, serial=serial)
+        self.buffers = PassBuffers(
+            weights.config, weights.dtype, key.bucket, arena, entries, layers=key.layers, serial=key.serial
+        )
         self._verify = verify_of(key.choice, self.buffers)
         self._graph = torch.cuda.CUDAGraph() if weights.device.type == "cuda" else None
         self._done = torch.cuda.Event() if self._graph is not None else None

@@ -15,6 +15,7 @@ from specla.verifier_service.acceptance import FinishReason, Stopping
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FeatureWindow
+from specla.verifier_service.gpu import backend as gpu_backend
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
@@ -31,11 +32,14 @@ DRAWN = SamplingParams(seed=7, temperature=0.9, top_p=0.95, repetition_penalty=1
 def engines(tiny_target: Path) -> tuple[Engine, Engine]:
     """On the CPU's passes and on the GPU's, which run in the interpreter where there is no GPU."""
     config = VerifierConfig(target=tiny_target, numerics="exact", max_sessions=2, max_rows=8)
-    model = GatedDeltaNetConfig.from_folder(tiny_target)
+    return Engine(config), Engine(config, backend_of(tiny_target))
+
+
+def backend_of(folder: Path) -> GpuBackend:
+    model = GatedDeltaNetConfig.from_folder(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    weights = GpuWeights.load(model, load_checkpoint(tiny_target, model).tensors, torch.float32, device)
-    backend = GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=2, max_rows=8)
-    return Engine(config), Engine(config, backend)
+    weights = GpuWeights.load(model, load_checkpoint(folder, model).tensors, torch.float32, device)
+    return GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=2, max_rows=8)
 
 
 def open_session(
@@ -103,3 +107,23 @@ def test_sessions_beside_each_other_and_features(engines: tuple[Engine, Engine])
     assert found[0][:2] == found[1][:2]
     torch.testing.assert_close(found[1][2].values, found[0][2].values, rtol=2e-3, atol=2e-4)
     assert found[0][2].from_position == found[1][2].from_position
+
+
+@torch.inference_mode()
+def test_passes_that_keep_streams_are_few_and_share_what_memory_grew(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_backend, "_MOST_KEEPING", 2)
+    backend = backend_of(tiny_target)
+    first = backend._run_for((Topology.root_only(),), True, ())
+    small = backend._arena
+    assert first.buffers.activations.final.untyped_storage().data_ptr() == small.data_ptr()
+    backend._arena = small[:1]  # as if any pass needed more
+    runs = [backend._run_for((Topology.root_only(),), True, layers) for layers in ((0, 1), (0,), (1,), (-1, 1))]
+    assert runs[2] is runs[3]  # the final norm is kept anyway
+    assert [key.layers for key in backend._runs] == [(), (0,), (1,)]
+    grown = backend._arena.data_ptr()
+    assert [run.buffers.activations.final.data_ptr() for run in runs] == [grown] * 4
+    assert backend._run_for((Topology.root_only(),), True, ()) is first
+    assert backend._run_for((Topology.root_only(),), True, (0, 1)) is not runs[0]
+    assert [key.layers for key in backend._runs] == [(), (1,), (0, 1)]
