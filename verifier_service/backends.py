@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def memory_of(config: VerifierConfig, target: Target) -> Memory:
     """What the target and its sessions take where it lies."""
     if isinstance(target.weights, TargetWeights):
-        return MemoryAccount.of(target.config, target.weight_bytes)
+        return MemoryAccount.of(target.config, target.weights.nbytes)
     from specla.kernels.gpu.selector import Selector
     from specla.verifier_service.gpu.memory import GpuMemoryAccount
 

@@ -31,7 +31,7 @@ class VerifierConfig(ServingConfig):
         max_sessions: slots, each with its state; fewer if `memory_mib` is less than they take.
         memory_mib: limit in MiB: on a CPU on the sessions' memory, 0 is none; on a GPU on all that is held there, the
             weights included, 0 is nine tenths of what is free.
-        max_rows: rows of one session in one pass, root included.
+        max_rows: rows of one session in one pass, root included; below 64 part of numerics on a GPU.
         max_prompt_tokens: tokens of one prompt.
         max_new_tokens: tokens of one completion, and the default where a request sets none.
         prefill_chunk: tokens of one piece of prefill, 0 for 128 on a CPU and 2048 on a GPU; part of numerics, so the

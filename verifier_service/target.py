@@ -34,7 +34,6 @@ class Target:
     Attributes:
         config: the model's shape.
         weights: ready for passes, on their device.
-        weight_bytes: bytes they take.
         model_name: for people.
         numerics_id: equal ids give equal bits for equal requests: device, dtype, mode, build and weights.
         tokenizer_hash: SHA-256 of tokenizer.json, hexadecimal.
@@ -42,7 +41,6 @@ class Target:
 
     config: GatedDeltaNetConfig
     weights: "TargetWeights | GpuWeights"
-    weight_bytes: int
     model_name: str
     numerics_id: str
     tokenizer_hash: str
@@ -71,7 +69,6 @@ class Target:
         return cls(
             config=model,
             weights=weights,
-            weight_bytes=weights.nbytes,
             model_name=_model_name(folder),
             numerics_id=numerics_id,
             tokenizer_hash=hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
@@ -113,6 +110,8 @@ def _numerics_id(config: VerifierConfig, weights: TargetWeights, digest: str) ->
 
 
 def _gpu_numerics_id(config: VerifierConfig, dtype: torch.dtype, digest: str) -> str:
+    from specla.verifier_service.gpu.buckets import chain_rows
+
     parts = (
         "cuda",
         torch.cuda.get_device_name(),
@@ -122,6 +121,7 @@ def _gpu_numerics_id(config: VerifierConfig, dtype: torch.dtype, digest: str) ->
         f"torch-{torch.__version__}",
         f"triton-{version('triton')}",
         f"chunk-{config.chunk_tokens}",
+        f"chain-{chain_rows(config.max_rows)}",  # the end of a prompt runs as a chunk or, up to here, as a chain
         digest[:16],
     )
     return "/".join(parts)

@@ -29,7 +29,6 @@ def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) 
     target = Target(
         config=weights.config,
         weights=weights,
-        weight_bytes=weights.nbytes,
         model_name="random weights",
         numerics_id="random weights",
         tokenizer_hash="",

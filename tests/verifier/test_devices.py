@@ -13,6 +13,7 @@ from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of, dtype_of
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.target import _gpu_numerics_id
 from specla.verifier_service.targets.weights import EMBEDDINGS
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -73,6 +74,21 @@ def test_the_cpu_runs_float32_alone(tiny_target: Path, dtype: Any) -> None:
 )
 def test_the_numbers_of_a_device(device: Any, dtype: Any, held: torch.dtype, wanted: torch.dtype) -> None:
     assert dtype_of(VerifierConfig(device=device, dtype=dtype), {EMBEDDINGS: torch.zeros(1, dtype=held)}) is wanted
+
+
+def test_a_gpus_numerics_are_named_by_all_that_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def name(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> str:
+        return _gpu_numerics_id(VerifierConfig(device="cuda", **settings), dtype, "0123456789abcdef01")
+
+    ways: list[dict[str, Any]] = [
+        {}, {"dtype": torch.float16}, {"numerics": "fast"}, {"prefill_chunk": 128}, {"max_rows": 16}, {"max_rows": 33},
+    ]  # fmt: skip
+    assert len({name(**way) for way in ways}) == len(ways)
+    assert name(max_rows=65) == name(max_rows=129) == name()
+    assert name(max_rows=1) == name(max_rows=16)
+    assert name(max_sessions=3, max_batch_rows=64) == name()
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
