@@ -220,8 +220,8 @@ def _check(
         apart = name in ("x", "a", "b")
         lies = tensor.stride(-1) == 1 if apart else tensor.is_contiguous()
         if name not in ("a", "b", "history", "kept"):
-            pitch = tensor.stride(0) * tensor.element_size() if apart else 0
-            lies &= not (tensor.data_ptr() % _ALIGNED or pitch % _ALIGNED)
+            step = tensor.stride(0) * tensor.element_size() if apart else 0
+            lies &= not (tensor.data_ptr() % _ALIGNED or step % _ALIGNED)
         if not lies or tensor.device != x.device:
             raise ValueError(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on {x.device} "

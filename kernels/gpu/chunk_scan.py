@@ -29,10 +29,10 @@ from specla.kernels.gpu.layouts import barrier
 
 _WARPS = 4
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_descriptors: MutableMapping[Tensor, dict[tuple[int, int], Any]] = (
-    WeakTensorKeyDictionary()
-)  # as long as a tensor lives
 _KEY_WIDTHS = (64, 128, 256, 512)  # with the zeros behind narrower ones
+
+_descriptors: MutableMapping[Tensor, dict[tuple[int, int], Any]] = WeakTensorKeyDictionary()
+"""Of each tensor as long as it lives."""
 
 
 def scans(key_width: int, dtype: torch.dtype) -> bool:
@@ -205,7 +205,8 @@ def _tiles(x: Tensor, lines: int, rows: int, columns: int) -> Any:
     """x, as [lines, ...] with -1 for as many as its last dimension leaves, by tiles [rows, columns]."""
     kept = _descriptors.setdefault(x, {})
     if (rows, columns) not in kept:
-        flat = x.view(lines, -1) if lines > 0 else x.view(-1, x.shape[-1])
+        apart = x.detach()  # a view of x itself would keep it alive
+        flat = apart.view(lines, -1) if lines > 0 else apart.view(-1, x.shape[-1])
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[x.dtype])
         kept[rows, columns] = TensorDescriptor.from_tensor(flat, [rows, columns], layout)
     return kept[rows, columns]

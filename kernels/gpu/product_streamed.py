@@ -110,13 +110,6 @@ def result(warps: int, outputs: int, rows: int, gated: bool) -> Any:
 
 
 @gluon.jit
-def _by_output(acc, BN: gl.constexpr, RT: gl.constexpr):
-    """A product's result [BN, RT] as [BN / 2, 2, RT], outputs in their own order."""
-    acc = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, RT]), (0, 2, 1, 3))
-    return gl.reshape(acc, [BN // 2, 2, RT])
-
-
-@gluon.jit
 def _first_output(N: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr):
     """Where this program's tile begins; the last one is moved back to end with the outputs and stores its own alone."""
     if N % BN == 0:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specla.kernels import reference
+from specla.kernels.gpu import chunk_scan
 from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
 from specla.kernels.gpu.layer_rows import LayerRows
 
@@ -132,3 +133,14 @@ def test_all_shapes_on_the_device(shape, dtype, device):
     rows.k[130:150] = rows.k[130]
     numbers.check()
     assert all(torch.equal(*pair) for pair in zip(numbers.run(), numbers.run(), strict=True))
+
+
+def test_a_descriptor_goes_with_its_tensor() -> None:
+    x = torch.zeros(64, 4, 64, dtype=torch.bfloat16)
+    before = len(chunk_scan._descriptors)
+    made = chunk_scan._tiles(x, 64, 64, 64)
+    assert chunk_scan._tiles(x, 64, 64, 64) is made
+    assert list(made.shape) == [64, 256]
+    assert len(chunk_scan._descriptors) == before + 1
+    del x
+    assert len(chunk_scan._descriptors) == before
