@@ -261,6 +261,7 @@ def numerics(
 ) -> None:
     """How often fast numerics choose another token than exact ones, and how near a tie exact decoding was there."""
     from specla.benchmarks import numerics as work
+    from specla.benchmarks.kernels.device import describe
     from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
@@ -270,11 +271,12 @@ def numerics(
     folder = target or default_target()
     tokenizer = Tokenizer.load(folder)
     texts = [tokenizer.encode(prompt.text) for prompt in load(prompts, limit=limit)]
-    made = Report(title="Fast numerics against exact ones", device=cpu_name())
     exact, fast = (
         Engine(VerifierConfig(target=folder, device=device, numerics=mode, max_sessions=1, max_rows=rows))
         for mode in NUMERICS
     )
+    ran_on = describe() if device == "cuda" else cpu_name()
+    made = Report(title="Fast numerics against exact ones", device=ran_on)
     made.notes.update({"numerics_id, exact": exact.target.numerics_id, "numerics_id, fast": fast.target.numerics_id})
     made.notes["rows of a pass"] = rows
     with progress_bar() as progress:

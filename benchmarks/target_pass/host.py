@@ -6,9 +6,7 @@ itself, timed alone on the device (cases.py), is on the critical path.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Sequence
 
 from specla.benchmarks.target_pass.cases import SAMPLING, Case
 from specla.kernels.gpu.selector import Mode
@@ -54,11 +52,6 @@ def iterations_us(engine: Engine, case: Case, passes: int = PASSES) -> list[floa
     for item in items:
         engine.release(item.session)
     return found[_WARMING:]
-
-
-def host_us(iterations: Sequence[float], device_us: float) -> float:
-    """What the host adds to a pass."""
-    return statistics.median(iterations) - device_us
 
 
 def _item(engine: Engine, case: Case, seed: int) -> PassItem:

@@ -22,7 +22,6 @@ SHAPE = GatedDeltaNetConfig(
 )
 DTYPE = torch.bfloat16
 
-
 _MATRICES = ("proj.weight", "embeddings.weight", "lm_head.weight")
 
 

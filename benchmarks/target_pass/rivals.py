@@ -76,12 +76,6 @@ def snapshots_of(bench: Bench, case: Case, columns: int = COLUMNS[0]) -> Cycle:
     return Cycle(SNAPSHOTS.format(columns), [SnapshotRun(bench, key, bench.arena_of(key), case, columns)])
 
 
-def snapshot_bytes(bench: Bench, case: Case) -> int:
-    """Memory that the snapshots take."""
-    states = bench.store.states
-    return case.sessions * case.rows * states[:, 0].nbytes
-
-
 def products_of(weights: GpuWeights, rows: int, *, ours: bool) -> Graph:
     """All products of a pass of so many rows, in a graph; inputs are what the buffers hold."""
     config, dtype, device = weights.config, weights.dtype, weights.device

@@ -16,7 +16,7 @@ from specla.benchmarks.target_pass import library, rivals
 from specla.benchmarks.target_pass.cases import SAMPLING, Bench, Case, Cycle, cycle_of
 from specla.benchmarks.target_pass.checks import check
 from specla.benchmarks.target_pass.goals import LIBRARY, OURS, PREFILL_TOKENS, Measured, goals
-from specla.benchmarks.target_pass.host import engine_of, host_us, iterations_us
+from specla.benchmarks.target_pass.host import engine_of, iterations_us
 from specla.benchmarks.target_pass.model import SHAPE, random_weights
 from specla.kernels.gpu.selector import Mode, Selector
 from specla.verifier_service.acceptance import Stopping
@@ -130,7 +130,7 @@ def _engine(made: Report, found: Measured, weights: GpuWeights, mode: Mode) -> N
         host = [us - alone for us in iterations]
         made.rows.append(Row.of(mode, f"{case.name}: the host's part", host, "us"))
         if (sessions, rows) == (1, 16):
-            found.host[mode] = [host_us(iterations, alone)]
+            found.host[mode] = host
         del engine
         torch.cuda.empty_cache()
     engine = engine_of(weights, mode, sessions=64, max_rows=16)
@@ -165,7 +165,6 @@ def _prefill(
 
 
 def _our_prefill(weights: GpuWeights) -> Callable[[], None]:
-
     engine = engine_of(weights, "exact", sessions=1, max_rows=16)
     prompt = [(7 * i) % 32_000 for i in range(PREFILL_TOKENS + 1)]
 
