@@ -5,9 +5,11 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.cost_model import PassTimes, measure
 from specla.verifier_service.engine import Engine
 
@@ -21,7 +23,11 @@ def pass_times_of(engine: Engine, clock: Callable[[], float]) -> PassTimes:
 
 
 def prepare(engine: Engine) -> None:
-    """A bar on a terminal, and one line in the log when there was something to do."""
+    """A bar on a terminal, and one line in the log when there was something to do.
+
+    Raises:
+        InvalidRequestError: a GPU has no room for the passes beside the sessions.
+    """
     begun, console = time.monotonic(), Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     made = 0
@@ -33,6 +39,13 @@ def prepare(engine: Engine) -> None:
             made = done
             bar.update(task, completed=done, total=total, visible=True)
 
-        engine.prepare(show)
+        try:
+            engine.prepare(show)
+        except torch.OutOfMemoryError:
+            raise InvalidRequestError(
+                "memory_mib",
+                f"the GPU has no room for more than {made} of its usual passes",
+                hint="Give a smaller memory_mib than what is free, or fewer max_sessions",
+            ) from None
     if made:
         log.info("passes_ready", passes=made, seconds=round(time.monotonic() - begun, 1))

@@ -1,0 +1,67 @@
+"""What is made ready before an engine serves: counted in the log, and refused where a GPU has no room for it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from generations import engine_of
+from structlog.testing import capture_logs
+
+from specla.kernels.topology import Topology
+from specla.rpc.errors import InvalidRequestError
+from specla.verifier_service.cpu_backend import CpuBackend
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.preparing import pass_times_of, prepare
+from specla.verifier_service.state import StateStore
+from specla.verifier_service.targets.gated_deltanet import TargetWeights
+
+
+class Prepares(CpuBackend):
+    """A backend with passes to make ready, and room for some of them."""
+
+    def __init__(self, weights: TargetWeights, store: StateStore, room: int) -> None:
+        super().__init__(weights, store)
+        self.made, self.room = [], room
+
+    def usual_batches(self) -> list[list[Topology]]:
+        return [[Topology.root_only()] * sessions for sessions in (1, 2, 4)]
+
+    def prepare(self, topologies: Sequence[Topology]) -> None:
+        if len(self.made) == self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.made.append(len(topologies))
+
+
+@pytest.fixture
+def engine_with(tiny_target: Path) -> Callable[[int], tuple[Engine, Prepares]]:
+    plain = engine_of(tiny_target)
+
+    def make(room: int) -> tuple[Engine, Prepares]:
+        weights = cast(TargetWeights, plain.target.weights)
+        backend = Prepares(weights, StateStore(weights.config, 2), room)
+        return Engine(plain.config, backend, plain.target), backend
+
+    return make
+
+
+def test_usual_passes_are_made_and_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
+    engine, backend = engine_with(99)
+    with capture_logs() as logs:
+        prepare(engine)
+    assert backend.made == [1, 2, 4]
+    assert [(line["event"], line["passes"]) for line in logs] == [("passes_ready", 3)]
+
+
+def test_no_room_for_them_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
+    with pytest.raises(InvalidRequestError, match="no room for more than 2 of") as caught:
+        pass_times_of(engine_with(2)[0], lambda: 0.0)
+    assert caught.value.field == "memory_mib"
+    assert "smaller memory_mib" in caught.value.hint
+
+
+def test_a_cpu_has_nothing_to_make(tiny_target: Path) -> None:
+    with capture_logs() as logs:
+        prepare(engine_of(tiny_target))
+    assert not logs
