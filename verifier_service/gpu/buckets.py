@@ -46,7 +46,8 @@ def largest_bucket(sessions: int, tree_rows: int, most_rows: int, taps: int) -> 
 
 
 def usual_batches(sessions: int, max_rows: int, most_rows: int) -> list[list[Topology]]:
-    """Batches of trees whose buckets are made at the start: every number of sessions and size of tree that fits.
+    """Batches of trees whose buckets are made at the start: every number of sessions and size of tree that fits, and
+    the longest chain of known tokens.
 
     Args:
         sessions: the most at once.
@@ -54,11 +55,17 @@ def usual_batches(sessions: int, max_rows: int, most_rows: int) -> list[list[Top
         most_rows: of all together.
     """
     found = []
-    counts = [1 << i for i in range(sessions.bit_length())]
+    counts = [*(1 << i for i in range((sessions - 1).bit_length())), sessions]
     for rows in dict.fromkeys(min(size, max_rows) for size in TREE_ROWS):
-        shapes = [_binary(rows)] if rows < 3 else [_binary(rows), Topology.from_wire(range(-1, rows - 2))]
+        shapes = [_binary(rows)] if rows < 3 else [_binary(rows), _chain(rows)]
         found += [[shape] * count for count in counts if count * rows <= most_rows for shape in shapes]
+    if chain_rows(max_rows) > max_rows:  # known tokens have longer chains than drafts
+        found.append([_chain(chain_rows(max_rows))])
     return found
+
+
+def _chain(rows: int) -> Topology:
+    return Topology.from_wire(range(-1, rows - 2))
 
 
 def _binary(rows: int) -> Topology:

@@ -29,8 +29,18 @@ def test_usual_batches_are_all_sizes_that_fit() -> None:
     assert all(len(batch) * len(batch[0]) <= 337 for batch in batches)
     assert {(len(batch), len(batch[0])) for batch in batches} >= {(1, 1), (16, 1), (1, 16), (16, 16), (1, 65), (4, 65)}
     assert [Topology.root_only()] in batches
-    assert {len(batch[0]) for batch in usual_batches(1, 1, 1)} == {1}
+    assert [list(map(len, batch)) for batch in usual_batches(3, 1, 16)] == [[1], [1, 1], [1, 1, 1], [16]]
+    assert usual_batches(1, 8, 16)[-1] == [chain(16)]
     assert [chain_rows(rows) for rows in (1, 16, 40, 129)] == [16, 16, 40, 64]
+
+
+@given(st.integers(1, 40), st.integers(1, 129))
+def test_every_number_of_sessions_decodes_in_a_usual_bucket(sessions: int, max_rows: int) -> None:
+    most_rows = max(256, sessions)
+    usual = {bucket_of(batch, most_rows, 4, 1) for batch in usual_batches(sessions, max_rows, most_rows)}
+    for count in range(1, sessions + 1):
+        assert bucket_of([Topology.root_only()] * count, most_rows, 4, 1) in usual
+    assert bucket_of([chain(chain_rows(max_rows))], most_rows, 4, 1) in usual
 
 
 def test_layouts_share_memory_from_where_they_part() -> None:
