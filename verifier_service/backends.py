@@ -15,21 +15,20 @@ from specla.verifier_service.target import Target
 from specla.verifier_service.targets.gated_deltanet import TargetWeights
 
 if TYPE_CHECKING:
+    from specla.kernels.gpu.selector import Selector
     from specla.verifier_service.gpu.weights import GpuWeights
 
 
 def memory_of(config: VerifierConfig, target: Target) -> Memory:
-    """What the target and its sessions take where it lies."""
+    """How much memory there is where the target lies, and how many sessions fit."""
     if isinstance(target.weights, TargetWeights):
-        return MemoryAccount.of(target.config, target.weights.nbytes)
-    from specla.kernels.gpu.selector import Selector
+        return MemoryAccount.of(target.config)
     from specla.verifier_service.gpu.memory import GpuMemoryAccount
 
-    selector = Selector.for_device(torch.cuda.get_device_name())
     return GpuMemoryAccount.of(
         target.weights,
         config.numerics,
-        selector,
+        _selector(),
         max_batch_rows=config.max_batch_rows,
         prefill_chunk=config.chunk_tokens,
     )
@@ -58,14 +57,12 @@ def backend_for(config: VerifierConfig, target: Target, slots: int) -> Backend:
 
 
 def _gpu_backend(config: VerifierConfig, weights: "GpuWeights", slots: int) -> Backend:
-    from specla.kernels.gpu.selector import Selector
     from specla.verifier_service.gpu.backend import GpuBackend
 
-    selector = Selector.for_device(torch.cuda.get_device_name())
     backend = GpuBackend(
         weights,
         config.numerics,
-        selector,
+        _selector(),
         slots=slots,
         max_rows=config.max_rows,
         max_batch_rows=config.max_batch_rows,
@@ -74,3 +71,10 @@ def _gpu_backend(config: VerifierConfig, weights: "GpuWeights", slots: int) -> B
     if config.numerics == "exact":
         prove_passes(backend, weights.config.vocab_size, config.max_rows)
     return backend
+
+
+def _selector() -> "Selector":
+    """The kernels' measured times on the GPU at hand."""
+    from specla.kernels.gpu.selector import Selector
+
+    return Selector.for_device(torch.cuda.get_device_name())

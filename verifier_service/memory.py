@@ -11,14 +11,7 @@ MIB = 1 << 20
 
 
 class Memory(Protocol):
-    """What a target takes on its device."""
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the weights."""
-
-    def session_bytes(self, max_rows: int) -> int:
-        """Bytes that one more session of up to so many rows a pass takes."""
+    """What sessions take on a target's device."""
 
     def slots(self, max_sessions: int, max_rows: int, limit_mib: int) -> int:
         """How many sessions fit, at most max_sessions; a limit of 0 leaves it to the device.
@@ -33,23 +26,21 @@ class MemoryAccount:
     """Bytes by purpose, on CPUs.
 
     Attributes:
-        weights: the prepared weights.
         state_per_session: recurrent state and convolution windows of one slot, whatever the length of its text.
         factors_per_row: what one row of a pass leaves behind until it is committed or dropped.
     """
 
-    weights: int
     state_per_session: int
     factors_per_row: int
 
     @classmethod
-    def of(cls, config: GatedDeltaNetConfig, weights: int) -> "MemoryAccount":
-        """The account of a target whose prepared weights take `weights` bytes."""
+    def of(cls, config: GatedDeltaNetConfig) -> "MemoryAccount":
+        """The account of a target."""
         heads, layers = config.value_heads, config.num_hidden_layers
         recurrent = heads * config.head_dim * config.head_v_dim
         window = (config.conv_size - 1) * config.conv_dim
         factors = config.key_dim + config.value_dim + heads + config.conv_dim
-        return cls(weights, FLOAT32 * layers * (recurrent + window), FLOAT32 * layers * factors)
+        return cls(FLOAT32 * layers * (recurrent + window), FLOAT32 * layers * factors)
 
     def session_bytes(self, max_rows: int) -> int:
         """Bytes of one session: its slot, and two passes' factors at the most."""

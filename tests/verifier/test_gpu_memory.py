@@ -33,7 +33,8 @@ def account() -> GpuMemoryAccount:
 
 def test_a_slot_is_its_state_and_rows_of_factors(account: GpuMemoryAccount) -> None:
     assert account.state_per_session == STATE == 48 * MIB
-    pools = account.session_bytes(16) - STATE
+    one, two = (held_bytes(account._backend(slots, 16).store) for slots in (1, 2))
+    pools = two - one - STATE
     assert pools % ROW == 0
     assert 16 + 3 <= pools // ROW <= 24
 

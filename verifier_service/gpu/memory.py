@@ -65,11 +65,6 @@ class GpuMemoryAccount:
         c = self.config
         return FLOAT32 * c.num_hidden_layers * c.value_heads * c.head_dim * c.head_v_dim
 
-    def session_bytes(self, max_rows: int) -> int:
-        """Bytes of one slot: its state and its pools of factors."""
-        one, two = (held_bytes(self._backend(slots, max_rows).store) for slots in (1, 2))
-        return two - one
-
     def backend_bytes(self, sessions: int, max_rows: int) -> int:
         """Bytes of all that is not weights: slots, the scratch slot, what passes share; without the reserve."""
         return held_bytes(self._backend(sessions, max_rows))
