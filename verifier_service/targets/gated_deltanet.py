@@ -56,14 +56,6 @@ class TargetWeights:
     stream_eps: Tensor  # norm_eps * hidden_size, for `unit_rms`
     head_eps: Tensor  # norm_eps * V
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the prepared weights; fast mode holds its matrices twice (see `DenseWeight`)."""
-        small = [layer.conv for layer in self.layers]
-        numbers = sum(w.out_features * w.in_features for w in self.dense_weights())
-        copies = 2 if self.mode == "fast" else 1
-        return sum(x.nbytes for x in (self.embeddings, self.norm, *small)) + 4 * copies * numbers
-
     def dense_weights(self) -> list[DenseWeight]:
         """Every matrix that a pass multiplies with."""
         inner = [w for layer in self.layers for w in (layer.in_proj, layer.o_proj, layer.gate_up, layer.down)]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tree_cases import random_tree
+from tree_cases import chain, random_tree
 
 from specla.kernels.gpu.selector import Selector
+from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
 from specla.verifier_service.acceptance import FinishReason, Stopping
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
@@ -127,3 +129,25 @@ def test_passes_that_keep_streams_are_few_and_share_what_memory_grew(
     assert backend._run_for((Topology.root_only(),), True, ()) is first
     assert backend._run_for((Topology.root_only(),), True, (0, 1)) is not runs[0]
     assert [key.layers for key in backend._runs] == [(), (1,), (0, 1)]
+
+
+@torch.inference_mode()
+def test_a_pass_that_is_refused_leaves_its_session_as_it_was(tiny_target: Path) -> None:
+    backend = backend_of(tiny_target)
+    slots = [backend.acquire(), backend.acquire()]
+    text = [*PROMPT, *PROMPT]  # as many as may be pending: the next pass stores the state
+    for slot in slots:
+        backend.run([slot], pack([chain(len(text))]), text, None).take(0, range(len(text)))
+    sick, well = (backend.store.rows[slot] for slot in slots)
+    with pytest.raises(ValueError, match="samples of 321 ids"):
+        backend.run(slots[:1], pack([Topology.root_only()]), [7], sampling_of(321))
+    assert (sick.pending, sick.history) == (well.pending, well.history)
+    assert len(sick.pending) == len(text)
+    found = [backend.run([slot], pack([Topology.root_only()]), [7], sampling_of(320)).logits(0) for slot in slots]
+    assert found[0].tobytes() == found[1].tobytes()
+    assert sick.pending == []
+
+
+def sampling_of(vocab_size: int) -> RowSampling:
+    """Of one row."""
+    return RowSampling([SessionSampling(GREEDY, vocab_size)], [0], [9], (), [7])
