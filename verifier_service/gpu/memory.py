@@ -6,6 +6,7 @@ down twice.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +56,8 @@ class GpuMemoryAccount:
         cls, weights: GpuWeights, mode: Mode, selector: Selector, *, max_batch_rows: int, prefill_chunk: int = 128
     ) -> GpuMemoryAccount:
         """The account of a target that has been loaded, on its device as it is now."""
-        torch.cuda.empty_cache()  # what loading has used
+        gc.collect()  # a backend before this one, which has cycles
+        torch.cuda.empty_cache()  # and what loading has used
         free, _ = torch.cuda.mem_get_info(weights.device)
         return cls(weights.config, weights.dtype, mode, selector, max_batch_rows, weights.nbytes, free, prefill_chunk)
 

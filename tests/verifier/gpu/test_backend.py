@@ -1,6 +1,8 @@
 """An engine on the GPU's passes: the same text with and without drafts, and that of the CPU's passes."""
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +148,16 @@ def test_a_pass_that_is_refused_leaves_its_session_as_it_was(tiny_target: Path) 
     found = [backend.run([slot], pack([Topology.root_only()]), [7], sampling_of(320)).logits(0) for slot in slots]
     assert found[0].tobytes() == found[1].tobytes()
     assert sick.pending == []
+
+
+@torch.inference_mode()
+def test_nothing_holds_a_backend_that_is_done(tiny_target: Path) -> None:
+    backend = backend_of(tiny_target)
+    backend.run([backend.acquire()], pack([chain(3)]), [1, 2, 3], None, (0,)).take(0, range(3))
+    held = [weakref.ref(thing) for thing in (backend, backend.store, *backend._runs.values())]
+    del backend
+    gc.collect()
+    assert [thing() for thing in held] == [None] * 3
 
 
 def sampling_of(vocab_size: int) -> RowSampling:
