@@ -228,7 +228,7 @@ class GpuPassRows:
         found = x.logits[row]
         if self._adjusted:
             out, one = torch.empty_like(x.logits[:1]), torch.ones(1, dtype=torch.int32, device=found.device)
-            product(x.final[row : row + 1], self._backend.weights.head, out, one)
+            product(x.final[row : row + 1].clone(), self._backend.weights.head, out, one)  # a row may begin anywhere
             found = out[0]
         values: NDArray[np.float32] = found.cpu().numpy()
         return values

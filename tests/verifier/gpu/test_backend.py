@@ -3,9 +3,11 @@
 import gc
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tree_cases import chain, random_tree
@@ -131,6 +133,19 @@ def test_passes_that_keep_streams_are_few_and_share_what_memory_grew(
     assert backend._run_for((Topology.root_only(),), True, ()) is first
     assert backend._run_for((Topology.root_only(),), True, (0, 1)) is not runs[0]
     assert [key.layers for key in backend._runs] == [(), (1,), (0, 1)]
+
+
+@torch.inference_mode()
+def test_logits_of_rows_that_are_no_whole_number_of_16_bytes(tiny_target_of: Callable[..., Path]) -> None:
+    """What penalties have changed is computed again, from a row that lies anywhere."""
+    backend, batch = backend_of(tiny_target_of(hidden=34)), pack([chain(3)])
+    slots, found = [backend.acquire(), backend.acquire()], []
+    for slot, params in zip(slots, (GREEDY, replace(GREEDY, repetition_penalty=1.5)), strict=True):
+        sampling = RowSampling([SessionSampling(params, 320, PROMPT)], [0] * 3, [4, 5, 6], batch.parents, PROMPT[:3])
+        out = backend.run([slot], batch, PROMPT[:3], sampling)
+        found.append([out.logits(row) for row in range(3)])
+    tolerance = 0.0 if torch.cuda.is_available() else 1e-5  # the interpreter's products know how many rows they have
+    np.testing.assert_allclose(found[1], found[0], rtol=0.0, atol=tolerance)
 
 
 @torch.inference_mode()
