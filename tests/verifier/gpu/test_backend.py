@@ -143,7 +143,7 @@ def test_logits_of_rows_that_are_no_whole_number_of_16_bytes(tiny_target_of: Cal
     for slot, params in zip(slots, (GREEDY, replace(GREEDY, repetition_penalty=1.5)), strict=True):
         sampling = RowSampling([SessionSampling(params, 320, PROMPT)], [0] * 3, [4, 5, 6], batch.parents, PROMPT[:3])
         out = backend.run([slot], batch, PROMPT[:3], sampling)
-        found.append([out.logits(row) for row in range(3)])
+        found.append(np.stack([out.logits(row) for row in range(3)]))
     tolerance = 0.0 if torch.cuda.is_available() else 1e-5  # the interpreter's products know how many rows they have
     np.testing.assert_allclose(found[1], found[0], rtol=0.0, atol=tolerance)
 
