@@ -105,7 +105,8 @@ class PassRun:
             self.buffers.entries.clear()
             self._launch()  # compiles
             torch.cuda.synchronize(self.buffers.batch.device)
-            with torch.cuda.graph(self._graph, pool=pool):
+            here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails does not come back by itself
+            with here, torch.cuda.graph(self._graph, pool=pool):
                 self._launch()
 
     def _launch(self) -> None:
