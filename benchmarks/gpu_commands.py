@@ -41,8 +41,13 @@ def kernels(
 
     try:
         if tune is not None:
-            buckets = [int(rows) for rows in numbers(tune_rows, "--tune-rows")] if tune_rows else []
-            done = measure_table(cases.tuning_plan(buckets), tune, budget=budget, say=say)
+            buckets = numbers(tune_rows, "--tune-rows") if tune_rows else []
+            if not cases.TUNING_TREES.keys() >= set(buckets):
+                known = ", ".join(map(str, cases.TUNING_TREES))
+                raise typer.BadParameter(
+                    f"{tune_rows!r} names other trees than of {known} rows", param_hint="--tune-rows"
+                )
+            done = measure_table(cases.tuning_plan([int(rows) for rows in buckets]), tune, budget=budget, say=say)
         else:
             plan = cases.goals_plan() if only == "goals" else cases.full_plan()
             done = work.run(plan, budget=budget, say=say, save=save)

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specla.benchmarks.report import Report
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write the result.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Where to write the result.")]
 
 
 def numbers(text: str, option: str) -> list[float]:

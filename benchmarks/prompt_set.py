@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from specla.rpc.errors import InvalidRequestError
+
 HELD_OUT = Path(__file__).resolve().parent / "prompts" / "held_out.jsonl"
 
 
@@ -25,13 +27,33 @@ def load(path: Path = HELD_OUT, *, domain: str | None = None, limit: int | None 
         limit: keep at most so many, spread evenly over the file so that every domain stays represented.
 
     Raises:
-        ValueError: no prompt is left.
+        InvalidRequestError: the file cannot be read, a line of it is no prompt, or no prompt is left.
     """
-    prompts = [Prompt(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refusal(f"{path} cannot be read: {error}") from None
+    prompts = [_parsed(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if domain is not None:
         prompts = [prompt for prompt in prompts if prompt.domain == domain]
     if limit is not None and limit < len(prompts):
         prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
     if not prompts:
-        raise ValueError(f"no prompts of domain {domain!r} in {path.name}")
+        raise _refusal(f"{path} has no prompts" + (f" of domain {domain!r}" if domain is not None else ""))
     return prompts
+
+
+def _parsed(line: str, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _refusal(f"{place} is not JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.keys() != {"id", "domain", "text"}:
+        raise _refusal(f"{place} is no prompt")
+    if not all(isinstance(value, str) and value for value in fields.values()):
+        raise _refusal(f"{place} holds something else than text, or nothing")
+    return Prompt(**fields)
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return InvalidRequestError("prompts", what, hint="Give a file of JSON lines {id, domain, text}, all of them text")

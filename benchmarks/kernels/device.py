@@ -22,7 +22,9 @@ class NoDeviceError(RuntimeError):
 def require() -> None:
     """Raises NoDeviceError unless there is a GPU."""
     if not torch.cuda.is_available():
-        raise NoDeviceError("these kernels are timed on a GPU, and PyTorch finds none here")
+        raise NoDeviceError(
+            "this is timed on a GPU, and PyTorch finds none here: run it where `specla doctor` names one"
+        )
 
 
 def name() -> str:

@@ -276,7 +276,13 @@ class TestCommand:
     def test_is_refused_without_a_gpu(self):
         result = CliRunner().invoke(bench, ["kernels"])
         assert result.exit_code == 1
-        assert "finds none here" in result.output
+        assert "finds none here: run it where" in result.output
+
+    @pytest.mark.parametrize("rows", ["17", "1.5", "16,200", "a"])
+    def test_rows_that_no_bucket_has_are_refused(self, tmp_path, rows):
+        result = CliRunner().invoke(bench, ["kernels", "--tune", str(tmp_path / "table.json"), "--tune-rows", rows])
+        assert result.exit_code == 2
+        assert "--tune-rows" in result.output
 
     def test_needs_no_service_packages(self):
         code = (
