@@ -34,7 +34,7 @@ ZEROS = -1
 ALIGNED = 4
 """Arrays begin at multiples of 16 bytes: kernels are compiled for that, and once only, whatever the bucket."""
 
-_REMEMBERED = 64  # batches of trees, of a bucket
+_REMEMBERED = 16  # batches of trees, of a bucket
 
 Ints = NDArray[np.int32]
 
