@@ -71,6 +71,16 @@ def test_limits_that_hold_no_session(account: GpuMemoryAccount) -> None:
         replace(account, free=100 * MIB).slots(16, 16, 0)
 
 
+def test_what_the_hint_names_makes_a_session_smaller(account: GpuMemoryAccount) -> None:
+    account = replace(account, prefill_chunk=2048)
+    with pytest.raises(InvalidRequestError, match="lower max_rows or prefill_chunk"):
+        account.slots(16, 129, 2600)
+    least = account.backend_bytes(1, 129)
+    assert replace(account, max_batch_rows=16).backend_bytes(1, 129) == least
+    assert account.backend_bytes(1, 16) < least
+    assert replace(account, prefill_chunk=128).backend_bytes(1, 129) < least
+
+
 def test_every_storage_is_counted_once() -> None:
     x = torch.empty(10, 100, device="meta")
     assert held_bytes({"a": x, "b": [x[2:], x.view(-1)], "c": torch.empty(7)}) == 4000

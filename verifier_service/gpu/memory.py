@@ -95,10 +95,11 @@ class GpuMemoryAccount:
 
         fitting = _most(lambda sessions: needed(sessions) <= limit, max_sessions)
         if fitting < 1:
+            least = -(-needed(1) // MIB)
             raise InvalidRequestError(
                 "memory_mib",
-                f"{limit // MIB} MiB hold no session: with the weights one takes {-(-needed(1) // MIB)} MiB",
-                hint=f"Give {-(-needed(1) // MIB)} MiB or more on a GPU that has them, or lower max_batch_rows",
+                f"{limit // MIB} MiB hold no session: with the weights one takes {least} MiB",
+                hint=f"Give {least} MiB or more on a GPU that has them, or lower max_rows or prefill_chunk",
             )
         return fitting
 
