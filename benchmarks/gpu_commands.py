@@ -30,11 +30,6 @@ def kernels(
     from specla.benchmarks.kernels.preparation import TaskError
     from specla.benchmarks.kernels.tune import tune as measure_table
 
-    console = Console(stderr=True, highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
     def save(made: Report) -> None:
         if json is not None:
             made.write(json)
@@ -47,16 +42,16 @@ def kernels(
                 raise typer.BadParameter(
                     f"{tune_rows!r} names other trees than of {known} rows", param_hint="--tune-rows"
                 )
-            done = measure_table(cases.tuning_plan([int(rows) for rows in buckets]), tune, budget=budget, say=say)
+            done = measure_table(cases.tuning_plan([int(rows) for rows in buckets]), tune, budget=budget, say=_say)
         else:
             plan = cases.goals_plan() if only == "goals" else cases.full_plan()
-            done = work.run(plan, budget=budget, say=say, save=save)
+            done = work.run(plan, budget=budget, say=_say, save=save)
     except (work.WrongResultError, TaskError, NoDeviceError) as error:
-        console.print(f"refused: {error}", markup=False, soft_wrap=True)
+        _say(f"refused: {error}")
         raise typer.Exit(1) from None
     if pictures is not None:
         for path in draw(pictures, done.timed, done.drifts, done.report.device):
-            console.print(f"drawn: {path}", markup=False)
+            _say(f"drawn: {path}")
     finish(done.report, json)
 
 
@@ -69,18 +64,18 @@ def whole_pass(
     from specla.benchmarks.target_pass import run as work
     from specla.benchmarks.target_pass.checks import WrongPassError
 
-    console = Console(stderr=True, highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
     def save(made: Report) -> None:
         if json is not None:
             made.write(json)
 
     try:
-        made = work.run(say, save, with_library=library)
+        made = work.run(_say, save, with_library=library)
     except (WrongPassError, NoDeviceError) as error:
-        console.print(f"refused: {error}", markup=False, soft_wrap=True)
+        _say(f"refused: {error}")
         raise typer.Exit(1) from None
     finish(made, json)
+
+
+def _say(line: str) -> None:
+    """A line of progress, on the error stream, as it stands."""
+    Console(stderr=True, highlight=False).print(line, markup=False, soft_wrap=True)

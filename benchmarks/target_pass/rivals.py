@@ -24,15 +24,15 @@ from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.weights import GpuWeights
 
-SNAPSHOTS = "snapshots, tiles of {}"
+SNAPSHOTS = f"snapshots, tiles of {COLUMNS[0]}"
 OURS, CUBLAS = "products alone", "products alone, cuBLAS"
 
 
 class SnapshotRun(PassRun):
     """A pass that stores every row's state; nothing is ever pending."""
 
-    def __init__(self, bench: Bench, key: PassKey, arena: Tensor, case: Case, columns: int) -> None:
-        """Tiles of so many columns of V."""
+    def __init__(self, bench: Bench, key: PassKey, arena: Tensor, case: Case) -> None:
+        """For a case's key, with an arena of its size."""
         states = bench.store.states
         self._snapshots = torch.empty(
             states.shape[0], key.bucket.rows, *states.shape[2:], dtype=torch.float32, device=states.device
@@ -43,7 +43,7 @@ class SnapshotRun(PassRun):
             dtype=torch.int32,
             device=states.device,
         )
-        self._columns, self._layer = columns, count()
+        self._layer = count()
         self._bench, self._case = bench, case
         super().__init__(bench.weights, bench.store, key, arena, bench.entries, bench.pool)
 
@@ -67,13 +67,13 @@ class SnapshotRun(PassRun):
 
     def _verify_snapshot(self, rows: LayerRows, states: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor) -> None:
         snapshots, is_tree = self._snapshots[next(self._layer)], self.buffers.bucket.tree_rows > 1
-        verify_snapshot(rows, states, snapshots, batch, o, tree=is_tree, columns=self._columns)
+        verify_snapshot(rows, states, snapshots, batch, o, tree=is_tree, columns=COLUMNS[0])
 
 
-def snapshots_of(bench: Bench, case: Case, columns: int = COLUMNS[0]) -> Cycle:
+def snapshots_of(bench: Bench, case: Case) -> Cycle:
     """The case with snapshots."""
     key = bench.key(case)
-    return Cycle(SNAPSHOTS.format(columns), [SnapshotRun(bench, key, bench.arena_of(key), case, columns)])
+    return Cycle(f"{case.name}, {SNAPSHOTS}", [SnapshotRun(bench, key, bench.arena_of(key), case)])
 
 
 def products_of(weights: GpuWeights, rows: int, *, ours: bool) -> Graph:
@@ -113,13 +113,12 @@ def products_of(weights: GpuWeights, rows: int, *, ours: bool) -> Graph:
     return Graph.capture(Work(name, 1, run, run))
 
 
-def bytes_once(weights: GpuWeights, case: Case, *, states_written: float) -> int:
-    """Bytes that a pass must move at least: every weight but the embeddings once, states read, and written in a share
-    `states_written` of the passes."""
+def bytes_once(weights: GpuWeights, case: Case) -> int:
+    """Bytes that a pass must move at least: every weight but the embeddings once, and states read."""
     config = weights.config
     embeddings = 0 if weights.head is weights.embeddings else weights.embeddings.nbytes
     state = 4 * config.num_hidden_layers * config.value_heads * config.head_dim * config.head_v_dim
-    return weights.nbytes - embeddings + int(case.sessions * state * (1 + states_written))
+    return weights.nbytes - embeddings + case.sessions * state
 
 
 def _deepest_accepted(case: Case) -> int:

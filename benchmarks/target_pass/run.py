@@ -13,7 +13,7 @@ from specla.benchmarks.kernels.replay import MissingLibraryError
 from specla.benchmarks.kernels.timing import Timed, in_turns
 from specla.benchmarks.report import Report, Row
 from specla.benchmarks.target_pass import library, rivals
-from specla.benchmarks.target_pass.cases import SAMPLING, Bench, Case, Cycle, cycle_of
+from specla.benchmarks.target_pass.cases import SAMPLING, Bench, Case, cycle_of
 from specla.benchmarks.target_pass.checks import check
 from specla.benchmarks.target_pass.goals import LIBRARY, OURS, PREFILL_TOKENS, Measured, goals
 from specla.benchmarks.target_pass.host import engine_of, iterations_us
@@ -28,12 +28,12 @@ SIZES = ((1, 1), (1, 16), (1, 32), (1, 64), (16, 1), (16, 16), (64, 1), (64, 8))
 SNAPSHOT_SIZES = ((1, 16), (16, 16))
 ROUNDS = 15
 LIBRARY_ROUNDS = 5
-PREFILL_CHUNK = 2048
 METHOD = (
     "Each case is a cycle of passes as the backend would run them (what was accepted before is committed, states are "
     "stored by its rule), each pass one CUDA graph from the copy of its inputs to the copy of its results: embedding, "
     "24 layers, head, adjustments, sampling at T = 0.8 with top-p 0.95. A sample is whole cycles back to back over "
-    "their passes; all cases and rivals of a mode take turns. Weights (2.9 GB) are many times the L2 cache: cold."
+    "their passes; all cases and rivals of a mode take turns. Weights (2.9 GB) are many times the L2 cache: cold. "
+    "Memory is what the account counts; what CUDA takes for the graphs themselves is not in it."
 )
 
 
@@ -91,7 +91,7 @@ def _cases(
     names = {case.name for case in cases}
     for case in cases:
         if (case.sessions, case.rows) in SNAPSHOT_SIZES:
-            timed.append(_named(rivals.snapshots_of(bench, case), f"{case.name}, {rivals.SNAPSHOTS.format(32)}"))
+            timed.append(rivals.snapshots_of(bench, case))
     floors = {rows for sessions, rows in SIZES if sessions == 1}
     for rows in sorted(floors) if mode == MODES[0] else ():
         for ours in (True, False):
@@ -102,21 +102,16 @@ def _cases(
         made.rows.append(Row.of(mode, name, [us / 1e3 for us in microseconds], "ms"))
         if name in names:
             case = next(case for case in cases if case.name == name)
-            floor = rivals.bytes_once(weights, case, states_written=0.0) / bandwidth * 1e6
+            floor = rivals.bytes_once(weights, case) / bandwidth * 1e6
             made.rows.append(Row.of(mode, f"{name}, over its bytes once", [us / floor for us in microseconds], "x"))
     for case in cases:
-        rival = f"{case.name}, {rivals.SNAPSHOTS.format(32)}"
+        rival = f"{case.name}, {rivals.SNAPSHOTS}"
         if rival in samples:
             ratios = [s / o for s, o in zip(samples[rival], samples[case.name], strict=True)]
             made.rows.append(Row.of(mode, f"{case.name}: snapshots over ours", ratios, "x"))
     del timed, bench
     torch.cuda.empty_cache()
     return {name: samples[name] for name in names}
-
-
-def _named(cycle: Cycle, name: str) -> Cycle:
-    cycle.name = name
-    return cycle
 
 
 def _engine(made: Report, found: Measured, weights: GpuWeights, mode: Mode) -> None:
@@ -170,7 +165,7 @@ def _our_prefill(weights: GpuWeights) -> Callable[[], None]:
 
     def prefill() -> None:
         session = engine.open(b"", prompt, [], SAMPLING, Stopping(max_tokens=8))
-        while not engine.prefill(session, PREFILL_CHUNK):
+        while not engine.prefill(session, engine.config.chunk_tokens):
             pass
         engine.release(session)
 

@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specla.kernels.gpu.convolution import ConvolutionParameters
+from specla.kernels.gpu.convolution import L2_EPS, ConvolutionParameters
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.maths import log1p_unit
+from specla.kernels.gpu.norms import MODEL_DTYPES
 
 _ROWS = 16  # a program
 _WARPS = 4
-_EPS = 1e-6
 _ALIGNED = 16  # bytes
-_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -174,7 +173,7 @@ def chunk_convolution(
         H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
         PITCH=pitch, BK=triton.next_power_of_2(pitch), BV=triton.next_power_of_2(value_width),
         BH=triton.next_power_of_2(value_heads), ROWS=_ROWS, X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
-        Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS, num_warps=_WARPS,
+        Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=L2_EPS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -194,7 +193,7 @@ def _check(
     channels = 2 * heads * key_width + value_heads * value_width
     model, single, index = (x.dtype,), (torch.float32,), (torch.int32,)
     wanted = {
-        "x": (x, (tokens, channels), _MODEL_DTYPES),
+        "x": (x, (tokens, channels), MODEL_DTYPES),
         "a": (a, (tokens, value_heads), (*model, *single)),
         "b": (b, (tokens, value_heads), (*model, *single)),
         "weight": (parameters.weight, (taps, channels), single),

@@ -22,7 +22,8 @@ from specla.kernels.gpu.pass_batch import PassBatch
 
 # Heads a program, one warp each. One choice for all sizes: the order of the l2-norm's sum hangs on it.
 _HEADS = 4
-_EPS = 1e-6
+L2_EPS = 1e-6
+"""Added to a sum of squares before its root."""
 _ALIGNED = 16  # bytes: what the widest loads want, and what keeps every compiled form the same
 
 
@@ -212,7 +213,7 @@ def tree_convolution(
         H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
         BK=triton.next_power_of_2(key_width), BV=triton.next_power_of_2(value_width), HEADS=_HEADS,
         X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
-        Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=_EPS,
+        Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=L2_EPS,
         OVERLAP=overlap, num_warps=_HEADS, launch_pdl=overlap,
     )  # fmt: skip
 
