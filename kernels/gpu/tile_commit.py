@@ -8,8 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def outer_step(s, alpha, k, u):
-    """The tile s [W, KP, columns] after one token: fma(k, u, alpha s), as `commit.outer_step`."""
-    k, u = gl.expand_dims(k, 2), gl.expand_dims(u, 1)
+    """The tile s after one token: fma(k, u, alpha s), as `commit.spread_step`; k and u are repeated to its shape."""
     return gl.fma(gl.broadcast(k, s)[0], gl.broadcast(u, s)[0], s * alpha)
 
 
@@ -41,5 +40,5 @@ def committed(
             k = gl.load(p_pool_k + row * (H * K) + o_k, mask=used, other=0.0).to(gl.float32)
             u = gl.load(p_pool_u + row * (HV * V) + o_v, mask=used, other=0.0)
             g = gl.load(p_pool_g + row * HV, mask=used, other=0.0)
-            s = outer_step(s, gl.exp(g), k, u)
+            s = outer_step(s, gl.exp(g), gl.expand_dims(k, 2), gl.expand_dims(u, 1))
     return s
