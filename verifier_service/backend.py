@@ -19,7 +19,7 @@ class PassRows(Protocol):
 
     @property
     def sampled(self) -> Sampled:
-        """The tokens that the rows sampled."""
+        """The tokens that the rows sampled; waits for them."""
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """A row's own logits [vocab], before penalties and bans."""
@@ -37,10 +37,12 @@ class Backend(Protocol):
     Attributes:
         scratch_slot: a slot that no caller ever gets.
         chain_rows: up to so many known tokens run as one chain of accepted rows.
+        overlaps: whether `run` returns while the rows still run, so that the host can do other things meanwhile.
     """
 
     scratch_slot: int
     chain_rows: int
+    overlaps: bool
 
     @property
     def free_slots(self) -> int:
@@ -73,7 +75,9 @@ class Backend(Protocol):
         sampling: RowSampling | None,
         layers: Sequence[int] = (),
     ) -> PassRows:
-        """Run all rows of a batch through the model. Stored texts stay as they are until `take`.
+        """Run all rows of a batch through the model, or start them. Stored texts stay as they are until `take`.
+
+        Until then slots may be taken, cleared and given back, the batch's own ones too, and nothing else may be run.
 
         Args:
             slots: [B], all different.

@@ -144,4 +144,4 @@ class CommandDesk:
             verifier_id=self._verifier_id,
             verifier_address=self._address(),
         )
-        live.owner.put(SessionEvent(session_id=live.session_id, attach_issued=issued))
+        live.put(SessionEvent(session_id=live.session_id, attach_issued=issued))

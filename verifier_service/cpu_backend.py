@@ -22,6 +22,7 @@ class CpuBackend:
     """See `Backend`."""
 
     chain_rows = 32  # up to here a chain beats the chunked form
+    overlaps = False  # the thread that asks is the one that runs
 
     def __init__(self, weights: TargetWeights, store: StateStore) -> None:
         """For prepared weights and the sessions' states."""

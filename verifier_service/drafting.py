@@ -113,7 +113,7 @@ class DraftDesk:
         end.session_ids.add(live.session_id)
         self._put_attached(live, attachment, seq)
         changed = verifier_pb2.DrafterChanged(attached=True, epoch=live.epoch)
-        live.owner.put(SessionEvent(session_id=live.session_id, drafter_changed=changed))
+        live.put(SessionEvent(session_id=live.session_id, drafter_changed=changed))
 
     def _put_attached(self, live: LiveSession, attachment: Attachment, seq: int) -> None:
         tokens = live.session.tokens
@@ -136,7 +136,7 @@ class DraftDesk:
         if tell_drafter:
             attachment.end.put(closed_item(live.session_id, reason))
         changed = verifier_pb2.DrafterChanged(attached=False, epoch=attachment.epoch, reason=reason)
-        live.owner.put(SessionEvent(session_id=live.session_id, drafter_changed=changed))
+        live.put(SessionEvent(session_id=live.session_id, drafter_changed=changed))
 
     def lose(self, end: DrafterEnd) -> None:
         """Let all sessions of a link go whose drafter is gone."""

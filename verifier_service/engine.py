@@ -7,7 +7,8 @@
 
 A pass runs the root and the candidates of any number of sessions, each with its own topology; plain decoding is the
 topology of the root alone. It leaves the stored states as they are: what was accepted is applied when the session
-runs again. Where the model runs, and how, is the backend's matter.
+runs again. Where the model runs, and how, is the backend's matter. Between `begin_pass` and `end_pass`, the two halves
+of `run_pass`, sessions may be opened and released.
 """
 
 import time
@@ -17,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import RowSampling, Sampled, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
-from specla.kernels.tree import pack
-from specla.rpc.errors import InternalError
+from specla.kernels.tree import TreeBatch, pack
+from specla.rpc.errors import InternalError, SessionCancelledError
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.backend import Backend, PassRows
 from specla.verifier_service.backends import backend_for, memory_of
@@ -35,12 +36,23 @@ from specla.verifier_service.target import Target
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
 MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
 
+_RELEASED = SessionCancelledError("the session was released while its pass ran")
+
 
 class GreedyChoice(NamedTuple):
     """The most likely token, and by how much its logit is above the next one's."""
 
     token: int
     margin: float
+
+
+class RunningPass(NamedTuple):
+    """A pass that has begun."""
+
+    items: Sequence[PassItem]
+    batch: TreeBatch
+    out: PassRows
+    started: float
 
 
 class Engine:
@@ -77,6 +89,11 @@ class Engine:
     def free_slots(self) -> int:
         """How many sessions could still be opened."""
         return self._backend.free_slots
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a pass that has begun runs by itself, on a device other than the thread's own."""
+        return self._backend.overlaps
 
     def open(
         self,
@@ -148,18 +165,20 @@ class Engine:
             budget_tokens -= stop - start
         return session.ready
 
-    @torch.inference_mode()
     def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
         """Run roots and candidates of all items in one pass: draft tokens in, committed tokens out.
-
-        A session whose logits are not numbers fails alone: its result holds the error and nothing was committed.
 
         Args:
             items: at least one, each of another session.
 
         Returns:
-            A result an item, in their order.
+            A result an item, in their order; see `end_pass`.
         """
+        return self.end_pass(self.begin_pass(items))
+
+    @torch.inference_mode()
+    def begin_pass(self, items: Sequence[PassItem]) -> RunningPass:
+        """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
         started = time.perf_counter()
         slots = self._check_items(items)
         batch = pack([item.topology for item in items])
@@ -167,8 +186,22 @@ class Engine:
         sampling = row_sampling(items, batch, row_tokens)
         layers = {layer for item in items for layer in _layers(item.session)}
         out = self._backend.run(slots, batch, row_tokens, sampling, sorted(layers))
+        return RunningPass(items, batch, out, started)
+
+    @torch.inference_mode()
+    def end_pass(self, running: RunningPass) -> list[PassResult]:
+        """Wait for a pass and move its sessions on.
+
+        A session whose logits are not numbers fails alone: its result holds the error and nothing was committed. So
+        does one that was released meanwhile.
+
+        Returns:
+            A result an item, in their order.
+        """
+        items, batch, out, started = running
+        sampled = out.sampled  # waits
         seconds = time.perf_counter() - started
-        return [self._conclude(item, i, batch.offsets[i], out, seconds) for i, item in enumerate(items)]
+        return [self._conclude(item, i, batch.offsets[i], out, sampled, seconds) for i, item in enumerate(items)]
 
     def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
         """Hidden states kept of positions in [from_position, to_position), all below committed_len - 1.
@@ -258,10 +291,14 @@ class Engine:
         assert len(set(slots)) == len(slots), "a pass takes each session once"
         return slots
 
-    def _conclude(self, item: PassItem, index: int, offset: int, out: PassRows, seconds: float) -> PassResult:
+    def _conclude(
+        self, item: PassItem, index: int, offset: int, out: PassRows, sampled: Sampled, seconds: float
+    ) -> PassResult:
         """Accept an item's tokens and move its session on; the only place where a pass changes a session."""
         session, base_len = item.session, item.session.committed_len
-        acceptance = accept_item(item, offset, out.sampled)
+        if session.slot is None:
+            return PassResult(session=session, base_len=base_len, error=_RELEASED, seconds=seconds)
+        acceptance = accept_item(item, offset, sampled)
         if isinstance(acceptance, InternalError):
             return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
         result = result_of(item, offset, acceptance, out, seconds)

@@ -2,18 +2,18 @@
 
 Speculation as the verifier sees it: a draft is taken from its box, trimmed to what pays, verified, and what was
 accepted is committed. A session without a draft decodes one token, after a wait that may pay off (draft_wait.py).
+
+Drafters are told at once, for the next pass may wait for them. Coordinators are told while the next pass runs, where
+passes run by themselves, so that it need not wait for that.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from specla.kernels.sampling import RowLogprobs
 from specla.kernels.topology import Topology
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import internal_error
-from specla.v1 import common_pb2, verifier_pb2
-from specla.v1.verifier_pb2 import SessionEvent
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes, Prospect, choose, keep_all
 from specla.verifier_service.drafting import DraftDesk
@@ -82,19 +82,32 @@ class PassRunner:
         self._max_batch_rows = config.max_batch_rows
         self._unconditional = config.drafting == "unconditional"
         self._clock = clock
+        self._news: list[LiveSession] = []
 
-    def run(self) -> float | None:
+    def run(self, meanwhile: Callable[[], None]) -> float | None:
         """Run a pass, if one is due.
+
+        Args:
+            meanwhile: called while the pass runs, or before it is chosen where passes do not run by themselves. It may
+                open and end sessions and tell news.
 
         Returns:
             None after a pass; otherwise when one may be due without further mail, infinity for never.
         """
+        if not self._engine.overlaps:
+            meanwhile()
         ready = [live for live in self._roster if live.may_run]
         chosen, due = self._choose(ready, self._clock())
         if not chosen:
             return due
-        self._run(self._plan(chosen))
+        self._run(self._plan(chosen), meanwhile if self._engine.overlaps else None)
         return None
+
+    def tell_news(self) -> None:
+        """Tell coordinators what the last pass brought."""
+        news, self._news = self._news, []
+        for live in news:
+            live.tell()
 
     def _choose(self, ready: Sequence[LiveSession], now: float) -> tuple[list[LiveSession], float]:
         """Who takes part now, and, if nobody does, when the first wait ends."""
@@ -126,19 +139,25 @@ class PassRunner:
             kept = choose(prospects, self.times, self._max_batch_rows)
         return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
 
-    def _run(self, parts: Sequence[Part]) -> None:
+    def _run(self, parts: Sequence[Part], meanwhile: Callable[[], None] | None) -> None:
         started = self._clock()
         try:
-            results = self._engine.run_pass([part.item() for part in parts])
+            running = self._engine.begin_pass([part.item() for part in parts])
+            if meanwhile is not None:
+                meanwhile()
+            results = self._engine.end_pass(running)
         except Exception as fault:
             error = fault if isinstance(fault, SpeclaError) else internal_error("pass", fault)
             for part in parts:
-                self._roster.fail(part.live, error)
+                if part.live.lives:
+                    self._roster.fail(part.live, error)
             return
         ended = self._clock()
         sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
         counted_s = self.times.observe(sessions + nodes, sessions, ended - started)
         for part, result in zip(parts, results, strict=True):
+            if not part.live.lives:
+                continue  # it ended while the pass ran
             if result.error is not None:
                 self._roster.fail(part.live, result.error)
                 continue
@@ -180,14 +199,8 @@ class PassRunner:
     def _tell(self, part: Part, result: PassResult, now: float) -> None:
         live = part.live
         live.moved_at = now
-        committed = verifier_pb2.Committed(
-            offset=result.base_len,
-            tokens=result.tokens,
-            drafted=result.drafted,
-            passes=[verifier_pb2.PassCount(tokens=len(result.tokens), drafted=len(part.kept))],
-            logprobs=[_logprobs_message(entry) for entry in result.logprobs or ()],
-        )
-        live.owner.put(SessionEvent(session_id=live.session_id, committed=committed))
+        live.untold.append((result, len(part.kept)))
+        self._news.append(live)
         self._drafts.report(
             live,
             seq=part.draft.seq if part.draft is not None else None,
@@ -208,8 +221,3 @@ def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:
     session = live.session
     room = min(live.credit - session.committed_len, session.stopping.max_tokens - session.completion_len)
     return Prospect(draft.parents, live.attachment.calibrator.probabilities(draft.log_probs), room - 1)
-
-
-def _logprobs_message(entry: RowLogprobs) -> common_pb2.TokenLogprobs:
-    top = [common_pb2.TokenLogprob(id=token, logprob=logprob) for token, logprob in entry.top]
-    return common_pb2.TokenLogprobs(chosen=entry.chosen, top=top)

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from specla.kernels.sampling import RowLogprobs
 from specla.rpc.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, SpeclaError
 from specla.rpc.faults import internal_error
 from specla.rpc.links import Wake
-from specla.v1 import verifier_pb2
+from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent, VerdictItem
+from specla.verifier_service.passes import PassResult
 
 MAX_FEATURE_BYTES = 64 << 10  # of one verdict; ReadFeatures has the rest
 MAX_UNREAD = 4096  # items beyond it end the link: they answer what the other side sends without reading
@@ -133,6 +135,23 @@ def too_many_items(items: Sequence[object]) -> InvalidRequestError | None:
     if len(items) <= MAX_ITEMS:
         return None
     return InvalidRequestError("items", f"a message of {len(items)} items", hint=f"Send at most {MAX_ITEMS} at a time")
+
+
+def committed_event(session_id: bytes, result: PassResult, verified: int) -> SessionEvent:
+    """What a coordinator is told of a pass that verified so many candidates of its session."""
+    committed = verifier_pb2.Committed(
+        offset=result.base_len,
+        tokens=result.tokens,
+        drafted=result.drafted,
+        passes=[verifier_pb2.PassCount(tokens=len(result.tokens), drafted=verified)],
+        logprobs=[_logprobs_message(entry) for entry in result.logprobs or ()],
+    )
+    return SessionEvent(session_id=session_id, committed=committed)
+
+
+def _logprobs_message(entry: RowLogprobs) -> common_pb2.TokenLogprobs:
+    top = [common_pb2.TokenLogprob(id=token, logprob=logprob) for token, logprob in entry.top]
+    return common_pb2.TokenLogprobs(chosen=entry.chosen, top=top)
 
 
 def merge_committed(unread: SessionEvent, fresh: SessionEvent) -> bool:

@@ -11,7 +11,8 @@ from specla.v1 import common_pb2, verifier_pb2
 from specla.verifier_service.acceptance import Finish, FinishReason
 from specla.verifier_service.attachment import Attachment
 from specla.verifier_service.engine import Engine
-from specla.verifier_service.publish import CoordinatorEnd
+from specla.verifier_service.passes import PassResult
+from specla.verifier_service.publish import CoordinatorEnd, committed_event
 from specla.verifier_service.session import Session
 
 log = structlog.get_logger("specla.verifier")
@@ -41,6 +42,7 @@ class LiveSession:
         epoch: of the last attach token minted.
         attach_token: the one that counts, None if none does.
         attachment: the drafter, if one is attached.
+        untold: what its owner has yet to hear: results of passes, and how many candidates each verified.
     """
 
     session: Session
@@ -54,6 +56,7 @@ class LiveSession:
     epoch: int = 0
     attach_token: bytes | None = None
     attachment: Attachment | None = field(default=None)
+    untold: list[tuple[PassResult, int]] = field(default_factory=list)
 
     @property
     def session_id(self) -> bytes:
@@ -61,9 +64,25 @@ class LiveSession:
         return self.session.session_id
 
     @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self.session.slot is not None
+
+    @property
     def may_run(self) -> bool:
         """Whether it is prefilled and has credit for a token."""
         return self.session.ready and self.session.committed_len < self.credit
+
+    def put(self, event: verifier_pb2.SessionEvent) -> None:
+        """Tell the owner, behind all that it has yet to hear."""
+        self.tell()
+        self.owner.put(event)
+
+    def tell(self) -> None:
+        """Tell the owner what it has yet to hear."""
+        untold, self.untold = self.untold, []
+        for result, verified in untold:
+            self.owner.put(committed_event(self.session_id, result, verified))
 
 
 class Roster:
@@ -137,14 +156,14 @@ class Roster:
 
     def fail(self, live: LiveSession, error: SpeclaError) -> None:
         """End a session with an error."""
-        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
+        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
         self._close(live, verifier_pb2.CLOSED_REASON_FAILED)
         log.info("session failed", session=live.session_id.hex(), reason=error.reason)
 
     def cancel(self, live: LiveSession) -> None:
         """End a session because its coordinator wants that, or is gone."""
         error = SessionCancelledError("the session was cancelled")
-        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
+        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
         self._close(live, verifier_pb2.CLOSED_REASON_CANCELLED)
 
     def expire(self) -> None:
@@ -185,7 +204,7 @@ class Roster:
         ]
 
     def _tell_finished(self, live: LiveSession, event: verifier_pb2.SessionFinished) -> None:
-        live.owner.put(verifier_pb2.SessionEvent(session_id=live.session_id, finished=event))
+        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, finished=event))
         self._close(live, verifier_pb2.CLOSED_REASON_FINISHED)
 
     def _close(self, live: LiveSession, reason: verifier_pb2.ClosedReason) -> None:

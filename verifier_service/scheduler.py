@@ -1,7 +1,8 @@
 """The verifier's one thread: mail in, a piece of prefill, a pass, news out, and again.
 
-It owns the engine. Everything that arrives is posted to its mailbox and done between passes; everything that leaves is
-put into link ends, whose readers are woken once a turn. So no socket is ever waited for, and only here slots are freed.
+It owns the engine. Everything that arrives is posted to its mailbox and done between passes, commands also while a
+pass runs by itself; everything that leaves is put into link ends, whose readers are woken once a turn. So no socket is
+ever waited for, and only here slots are freed.
 
 As a `VerifierPort` it is joined directly in one process; server.py puts it behind gRPC.
 """
@@ -27,6 +28,7 @@ from specla.verifier_service.commands import CommandDesk
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.drafting import DraftDesk
+from specla.verifier_service.ends import LinkEnds
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.identity import describe, limits_of
 from specla.verifier_service.mailbox import Mailbox
@@ -78,8 +80,7 @@ class Scheduler:
             engine, self._roster, self._drafts, limits, clock, self.verifier_id, lambda: self.advertised_address
         )
         self._passes = PassRunner(engine, self._roster, self._drafts, config, clock)
-        self._coordinators: list[CoordinatorEnd] = []
-        self._drafters: list[DrafterEnd] = []
+        self._ends = LinkEnds(self._roster, self._drafts, clock)
         self._prefill_turn = 0
         self._beat = clock()
         self._stop_by: float | None = None
@@ -158,14 +159,14 @@ class Scheduler:
     def connect_coordinator(self, wake: Wake) -> CoordinatorEnd:
         """Open a link for sessions; `wake` is called on the scheduler's thread and must return at once."""
         end = CoordinatorEnd(self._deliver_commands, self._hang_up_coordinator, wake, merge_committed)
-        self._mailbox.post(lambda: self._coordinators.append(end))
+        self._mailbox.post(lambda: self._ends.coordinators.append(end))
         self._refuse_if_over(end)
         return end
 
     def connect_drafter(self, wake: Wake) -> DrafterEnd:
         """Open a link for drafts; `wake` may take, draft and send there and then (in one process)."""
         end = DrafterEnd(self._deliver_drafts, self._hang_up_drafter, wake, merge_verdict)
-        self._mailbox.post(lambda: self._drafters.append(end))
+        self._mailbox.post(lambda: self._ends.drafters.append(end))
         self._refuse_if_over(end)
         return end
 
@@ -246,20 +247,33 @@ class Scheduler:
         self._beat = self._clock()
         for work in self._mailbox.take():
             work()
-        self._roster.expire()
-        self._flush()
+        self._ends.flush_drafters()
         worked = self._prefill()
-        self._flush()
-        wake_at = self._passes.run()
-        self._flush()
-        if not worked and wake_at is not None and not self._is_done():
+        wake_at = self._passes.run(self._meanwhile)
+        self._ends.flush_drafters()
+        if wake_at is None:
+            return
+        self._look_around()  # no pass has run
+        if not worked and not self._is_done():
             self._mailbox.wait(self._sleep_until(wake_at))
+
+    def _meanwhile(self) -> None:
+        """What need not wait for the pass that runs now, and what it need not wait for."""
+        self._look_around()
+        for work in self._mailbox.take_early():
+            work()
+
+    def _look_around(self) -> None:
+        self._passes.tell_news()
+        self._roster.expire()
+        self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:
         """One bounded piece for one of the sessions that are not ready, in turn; whether there was one."""
         waiting = [live for live in self._roster if not live.session.ready]
         if not waiting:
             return False
+        self._look_around()  # a piece takes longer than a pass
         self._prefill_turn += 1
         live = waiting[self._prefill_turn % len(waiting)]
         started = self._clock()
@@ -275,24 +289,8 @@ class Scheduler:
             prefilled = verifier_pb2.Prefilled(
                 prompt_tokens=live.session.prompt_len, prefill_us=round(live.prefill_s * 1e6)
             )
-            live.owner.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
+            live.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
         return True
-
-    def _flush(self) -> None:
-        """Wake the readers of what is new, drafters first: the next pass may wait for them."""
-        for drafter in self._drafters:
-            if drafter.finishing:
-                self._drafts.lose(drafter)
-                drafter.end(None)
-            started = self._clock()
-            if drafter.flush():
-                self._drafts.charge(drafter, self._clock() - started)
-        for coordinator in self._coordinators:
-            if coordinator.finishing and not coordinator.session_ids:
-                coordinator.end(None)
-            coordinator.flush()
-        self._drafters = [end for end in self._drafters if not (end.finishing and end.ended)]
-        self._coordinators = [end for end in self._coordinators if not (end.finishing and end.ended)]
 
     def _sleep_until(self, wake_at: float) -> float:
         others = (self._roster.next_expiry(), self._stop_by)
@@ -312,39 +310,19 @@ class Scheduler:
         self._over.set()
         for work in self._mailbox.take():
             work()
-        for drafter in self._drafters:
-            drafter.end(why)
-            drafter.flush()
-        for coordinator in self._coordinators:
-            coordinator.end(why)
-            coordinator.flush()
+        self._ends.end_all(why)
         self._engine.close()
 
     # Called from any thread.
 
     def _deliver_commands(self, end: CoordinatorEnd, commands: Sequence[SessionCommand]) -> None:
-        self._mailbox.post(partial(self._commands.handle_all, end, commands))
+        self._mailbox.post(partial(self._commands.handle_all, end, commands), early=True)
 
     def _deliver_drafts(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
         self._mailbox.post(partial(self._drafts.handle_all, end, items))
 
     def _hang_up_coordinator(self, end: CoordinatorEnd) -> None:
-        self._mailbox.post(lambda: self._lose_coordinator(end))
+        self._mailbox.post(partial(self._ends.lose_coordinator, end))
 
     def _hang_up_drafter(self, end: DrafterEnd) -> None:
-        self._mailbox.post(lambda: self._lose_drafter(end))
-
-    # Work from the mailbox.
-
-    def _lose_coordinator(self, end: CoordinatorEnd) -> None:
-        for session_id in list(end.session_ids):
-            live = self._roster.get(session_id)
-            if live is not None:
-                self._roster.cancel(live)
-        if end in self._coordinators:
-            self._coordinators.remove(end)
-
-    def _lose_drafter(self, end: DrafterEnd) -> None:
-        self._drafts.lose(end)
-        if end in self._drafters:
-            self._drafters.remove(end)
+        self._mailbox.post(partial(self._ends.lose_drafter, end))

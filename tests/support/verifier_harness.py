@@ -13,8 +13,8 @@ from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
-from specla.verifier_service.engine import Engine
-from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.engine import Engine, RunningPass
+from specla.verifier_service.passes import PassResult
 
 PATIENCE_S = 20.0
 
@@ -178,7 +178,7 @@ class CountedEngine(Engine):
         self.clock = clock
         self.times = PassTimes(table)
 
-    def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
-        results = super().run_pass(items)
-        self.clock.now += self.times.predict(sum(len(item.topology) for item in items))
+    def end_pass(self, running: RunningPass) -> list[PassResult]:
+        results = super().end_pass(running)
+        self.clock.now += self.times.predict(sum(len(item.topology) for item in running.items))
         return results

@@ -324,7 +324,7 @@ def test_a_fault_in_a_pass_fails_its_sessions_and_nothing_else(
         raise RuntimeError("secret prompt text")
 
     with monkeypatch.context() as patch:
-        patch.setattr(verifier._engine, "run_pass", broken)
+        patch.setattr(verifier._engine, "begin_pass", broken)
         coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=100))
         error = coordinator.failure(session)
     assert isinstance(error, InternalError)

@@ -71,6 +71,7 @@ class GpuBackend:
         rows = max(max_rows, self.chain_rows)
         config, device = weights.config, weights.device
         self.weights, self.mode, self._selector = weights, mode, selector
+        self.overlaps = device.type == "cuda"
         self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
         self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
@@ -121,12 +122,7 @@ class GpuBackend:
         for slot, stored in zip(slots, written, strict=True):
             if stored:
                 store.rows[slot].flushed()
-        out = GpuPassRows(self, run.buffers, slots, taken)
-        if sampling is not None:
-            assert entries is not None
-            run.wait()
-            out.read(sampling, adjusted=len(entries) > 0)
-        return out
+        return GpuPassRows(self, run, slots, taken, sampling, adjusted=entries is not None and len(entries) > 0)
 
     def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
         """In the chunked form, which advances the stored state itself."""
@@ -192,16 +188,22 @@ class GpuPassRows:
     """See `PassRows`: views of a bucket's buffers, until the next pass writes there."""
 
     def __init__(
-        self, backend: GpuBackend, buffers: PassBuffers, slots: Sequence[int], pool_rows: list[list[int]]
+        self,
+        backend: GpuBackend,
+        run: PassRun,
+        slots: Sequence[int],
+        pool_rows: list[list[int]],
+        sampling: RowSampling | None,
+        *,
+        adjusted: bool,
     ) -> None:
-        """After the rows were run."""
-        self._backend, self._buffers, self._slots, self._pool_rows = backend, buffers, slots, pool_rows
+        """While the rows run; `adjusted` says whether logits are changed before rows sample."""
+        self._backend, self._run, self._buffers, self._slots = backend, run, run.buffers, slots
+        self._pool_rows, self._sampling, self._adjusted = pool_rows, sampling, adjusted
         self._sampled: Sampled | None = None
-        self._adjusted = False
 
-    def read(self, sampling: RowSampling, *, adjusted: bool) -> None:
-        """Takes the pass's results; `adjusted` says whether logits were changed before rows sampled."""
-        self._adjusted = adjusted
+    def _read(self, sampling: RowSampling) -> Sampled:
+        self._run.wait()
         tokens, failed = self._buffers.results(len(sampling.row_session))
         errors = {
             int(row): check_row(self.logits(int(row))) or "every token has been ruled out"
@@ -214,12 +216,14 @@ class GpuPassRows:
                 count = wanted[index]
                 if count is not None and tokens[row] >= 0:
                     logprobs[row] = row_logprobs(self.logits(row), int(tokens[row]), count)
-        self._sampled = Sampled(tokens, errors, logprobs)
+        return Sampled(tokens, errors, logprobs)
 
     @property
     def sampled(self) -> Sampled:
         """The tokens that the rows sampled."""
-        assert self._sampled is not None, "the pass was run without sampling"
+        if self._sampled is None:
+            assert self._sampling is not None, "the pass was run without sampling"
+            self._sampled = self._read(self._sampling)
         return self._sampled
 
     def logits(self, row: int) -> NDArray[np.float32]:
