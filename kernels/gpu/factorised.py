@@ -39,6 +39,7 @@ from specla.kernels.gpu.commit import prefetch
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.serial import check_layer, layer_sizes
 from specla.kernels.gpu.serial_split import WIDTHS
@@ -266,6 +267,8 @@ def verify_factorised_kernel(
 ):
     """Grid (tiles of V, HV, sessions)."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     slot = tl.load(p_slot + i_b).to(tl.int64)
     start = tl.load(p_row_start + i_b)
     n = tl.load(p_row_start + i_b + 1) - start
@@ -297,7 +300,8 @@ def verify_factorised_kernel(
         prefetch(p_state + tl.minimum(tl.arange(0, BK), K - 1) * V + i_v * BV)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
     row, u_p, decay_p = _weighted(p_pending, 0, n_pending, p_pool_u, p_pool_g, o_v, HV, V, BP)
 
     for i_n in range(0, 1 if BLOCKS == 1 else tl.cdiv(n, BN)):
@@ -376,6 +380,7 @@ def verify_factorised(
     tile: AnyTile | None = None,
     *,
     overlap: bool = False,
+    admit: Admit = "waited",
 ) -> None:
     """Outputs and factors of all rows, each continuing the state of its parent; fast.
 
@@ -394,7 +399,7 @@ def verify_factorised(
     reason = why_unfit(tile, bucket, key_width, value_width, rows.k.dtype)
     if reason:
         raise ValueError(f"{tile} for {bucket}, {key_width} x {value_width}, {rows.k.dtype}: {reason}")
-    overlap = overlap and not triton.knobs.runtime.interpret
+    overlaps = overlapping(overlap, admit)
     tensors = (
         *(*rows, state, pool.k, pool.u, pool.g, o, batch.slot, batch.row_start, batch.pending_len, batch.write_state),
         *(batch.pending, batch.pool_row, batch.depth, batch.ancestors),
@@ -402,15 +407,15 @@ def verify_factorised(
     sizes = layer_sizes(state, pool, batch)
     if isinstance(tile, HeldTile):
         launch = held.launch_held if bucket.tree_rows <= held.ROWS else held_blocks.launch_blocks
-        launch(tensors, sizes, bucket, tile, overlap)
+        launch(tensors, sizes, bucket, tile, overlaps)
     elif isinstance(tile, StreamedTile):
-        streamed.launch_streamed(tensors, sizes, bucket, tile, overlap)
+        streamed.launch_streamed(tensors, sizes, bucket, tile, overlaps)
     else:
-        _launch_factorised(tensors, sizes, bucket, tile, overlap)
+        _launch_factorised(tensors, sizes, bucket, tile, overlaps)
 
 
 def _launch_factorised(
-    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: FactorisedTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: FactorisedTile, overlap: int
 ) -> None:
     block_k = triton.next_power_of_2(sizes["K"])
     verify_factorised_kernel[(triton.cdiv(sizes["V"], tile.block_v), sizes["HV"], bucket.sessions)](
@@ -429,5 +434,5 @@ def _launch_factorised(
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=tile.warps,
         num_stages=1,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

@@ -35,6 +35,7 @@ from specla.kernels.gpu.layouts import (
     right_halves,
     rows_first,
 )
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.tile_commit import committed
 
@@ -158,6 +159,8 @@ def verify_held_kernel(
     KEYS: gl.constexpr = layouts.keys(W, KP)
     VALUES: gl.constexpr = layouts.values(W)
     i_v, i_h, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     slot = gl.load(p_slot + i_b).to(gl.int64)
     start = gl.load(p_row_start + i_b)
     n = gl.load(p_row_start + i_b + 1) - start
@@ -207,7 +210,8 @@ def verify_held_kernel(
         at_sums = layouts.shared(gl.float32, [8, 32, 4])
     if OVERLAP:  # all above needs nothing of the kernel before; it takes the longer, so the tree is read below
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
 
     k, q = gl.load(p_k + o_key), gl.load(p_q + o_key)
     g = gl.load(p_g + i_col * HV, mask=i_col < n, other=0.0)
@@ -246,7 +250,7 @@ def verify_held_kernel(
 
 
 def launch_held(
-    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: HeldTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: HeldTile, overlap: int
 ) -> None:
     """`factorised.verify_factorised` by this kernel; the arguments are checked and laid out there."""
     verify_held_kernel[(sizes["V"] // 16, sizes["HV"], bucket.sessions)](
@@ -257,5 +261,5 @@ def launch_held(
         AT_ONCE=AT_ONCE,
         OVERLAP=overlap,
         num_warps=tile.warps,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

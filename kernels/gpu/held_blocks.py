@@ -45,6 +45,7 @@ from specla.kernels.gpu.block_layouts import (
 from specla.kernels.gpu.commit import AT_ONCE
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layouts import TO_LOG2, along, columns_first, exp2, path_units, right_halves, rows_first
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.tile_commit import committed
 
@@ -111,6 +112,8 @@ def verify_blocks_kernel(
     PATHS: gl.constexpr = blocks.path_bits(W)
     ROWS: gl.constexpr = 16 * W
     i_v, i_h, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     slot = gl.load(p_slot + i_b).to(gl.int64)
     start = gl.load(p_row_start + i_b)
     n = gl.load(p_row_start + i_b + 1) - start
@@ -182,7 +185,8 @@ def verify_blocks_kernel(
     bit = along(16, PATHS, 3, 2)
     if CHUNKS > 1 and OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
 
     for c in range(0, 1 if CHUNKS == 1 else (n + ROWS - 1) // ROWS):
         first = c * ROWS
@@ -208,7 +212,8 @@ def verify_blocks_kernel(
             bits_0 = gl.load(p_bits + path_block // 2, mask=path_block * 16 < n, other=0) >> (path_block % 2 * 16)
             if OVERLAP:  # all above needs nothing of the kernel before
                 gdc_wait()
-                gdc_launch_dependents()
+                if OVERLAP == ADMITS_ONCE_WAITED:
+                    gdc_launch_dependents()
         layouts.prefetch(p_q + first * (H * K) + o_line)  # the compiler may ask for them late
         g = gl.load(p_g + (first + gl.minimum(flat_row, last)) * HV)
         k, q = gl.load(p_k + first * (H * K) + o_x), gl.load(p_q + first * (H * K) + o_x)
@@ -323,7 +328,7 @@ def verify_blocks_kernel(
 
 
 def launch_blocks(
-    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: HeldTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: HeldTile, overlap: int
 ) -> None:
     """`factorised.verify_factorised` by this kernel; the arguments are checked and laid out there."""
     rows = bucket.tree_rows
@@ -342,5 +347,5 @@ def launch_blocks(
         OVERLAP=overlap,
         num_warps=warps,
         maxnreg=_NARROW_REGISTERS if narrow else None,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

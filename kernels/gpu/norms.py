@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specla.kernels.gpu.overlap import Admit
+
 Activation = Literal["silu", "sigmoid"]
-Admit = Literal["start", "waited"]
-"""When a kernel lets the next one begin: at once, which is for a next kernel that reads nothing but weights before it
-waits (`product`); or after its own wait, so that whatever came before the kernel before is done."""
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED = 16  # bytes, as in convolution.py

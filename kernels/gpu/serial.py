@@ -35,6 +35,7 @@ from specla.kernels.gpu.commit import (
 )
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, ROW_BITS, kept_places
 from specla.kernels.gpu.serial_split import COLUMNS, NEAR, WARPS, WIDTHS, launch_split
@@ -198,6 +199,8 @@ def verify_serial_kernel(
 ):
     """Grid (tiles of V, HV, sessions * groups)."""
     i_v, i_h, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     i_b = i_bg // GROUPS
     slot = tl.load(p_slot + i_b).to(tl.int64)
     n_steps = tl.load(p_schedule_len + i_bg)
@@ -265,7 +268,8 @@ def verify_serial_kernel(
 
     if OVERLAP:  # all above needs nothing of the kernel before
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
         k, q, v, g, beta, pool_row = _operands(
             p_q, p_k, p_v, p_g, p_beta, p_pool_row, row, i_h, o_v, H, HV, K, V, BK, LANES
         )
@@ -314,6 +318,7 @@ def verify_serial(
     workspace: SerialWorkspace,
     *,
     overlap: bool = False,
+    admit: Admit = "waited",
 ) -> None:
     """Outputs and factors of all rows, each continuing the state of its parent; exact.
 
@@ -325,8 +330,9 @@ def verify_serial(
         o: [R, HV, V], float32 or the model's dtype; written for rows of sessions alone.
         workspace: made for the batch's bucket and this shape.
         overlap: the launch may begin while the kernel before in the stream still runs; that one must not write this
-            layer's state, its pending pool rows or the batch. (Whatever came earlier is done by then: our kernels let
-            the next one begin only after they have waited themselves.) Without it the launch waits, as others do.
+            layer's state, its pending pool rows or the batch, nor may the one before that if it admits at its start.
+            Without it the launch waits, as others do.
+        admit: when the next launch may begin, if it overlaps.
 
     Raises:
         ValueError: shapes, types or devices do not belong together.
@@ -342,7 +348,7 @@ def verify_serial(
             f"{key_width} x {value_width}"
         )
     check_places(workspace.kept, workspace.arrived, state=state)
-    overlap = overlap and not triton.knobs.runtime.interpret
+    overlaps = overlapping(overlap, admit)
     tensors = (
         *(*rows, state, pool.k, pool.u, pool.g, o, workspace.kept, workspace.take_turn(), batch.slot, batch.row_start),
         *(batch.pending_len, batch.write_state, batch.groups, batch.pending, batch.pool_row),
@@ -361,7 +367,7 @@ def verify_serial(
         "PLACE_MASK": PLACE_MASK,
     }
     if splits(key_width, value_width):
-        launch_split(tensors, sizes, steps, bucket, overlap)
+        launch_split(tensors, sizes, steps, bucket, overlaps)
         return
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
         *tensors,
@@ -372,12 +378,12 @@ def verify_serial(
         LANES=min(128 // tile.block_v, tile.block_k),
         AT_ONCE=AT_ONCE,
         PREFETCHED=_PREFETCHED,
-        OVERLAP=overlap,
+        OVERLAP=overlaps,
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=tile.warps,
         num_stages=1,
         enable_fp_fusion=True,
-        launch_pdl=overlap,
+        launch_pdl=overlaps > 0,
     )
 
 

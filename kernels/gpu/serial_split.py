@@ -29,6 +29,7 @@ from triton.runtime.jit import constexpr_function
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.commit import AT_ONCE
 from specla.kernels.gpu.layouts import along, along_alone, barrier, powers, prefetch
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.tile_commit import committed, outer_step
 
@@ -334,6 +335,8 @@ def verify_split_kernel(
     S_V: gl.constexpr = gl.SliceLayout(1, S)
     WORDS: gl.constexpr = pairs(W, KP)
     i_v, i_h, i_bg = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     i_b = i_bg // GROUPS
     slot = gl.load(p_slot + i_b).to(gl.int64)
     n_steps = gl.load(p_schedule_len + i_bg)
@@ -394,7 +397,8 @@ def verify_split_kernel(
                 gl.store(p_arrived + tile, 0)
     if OVERLAP:  # all above needs nothing of the kernel before
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
     prefetch(p_k + o_line)
     prefetch(p_q + o_line)
 
@@ -453,7 +457,7 @@ def verify_split_kernel(
 
 
 def launch_split(
-    tensors: Sequence[Tensor], sizes: Mapping[str, int], steps: Mapping[str, int], bucket: Bucket, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], steps: Mapping[str, int], bucket: Bucket, overlap: int
 ) -> None:
     """`serial.verify_serial` by this kernel; the arguments are checked and laid out there.
 
@@ -469,5 +473,5 @@ def launch_split(
         OVERLAP=overlap,
         num_warps=WARPS,
         maxnreg=_REGISTERS,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

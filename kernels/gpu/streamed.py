@@ -24,6 +24,7 @@ from triton.runtime.jit import constexpr_function
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.layouts import UNITS, as_left, as_right_alone, dot, halves, path_units, powers
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 
 MOST_ROWS = 16
@@ -118,6 +119,8 @@ def verify_streamed_kernel(
     COPY_S: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     COPY_K: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // K, K // 8], [4, 1], [1, 0])
     i_v, i_h, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     slot = gl.load(p_slot + i_b).to(gl.int64)
     start = gl.load(p_row_start + i_b)
     n = gl.load(p_row_start + i_b + 1) - start
@@ -175,7 +178,8 @@ def verify_streamed_kernel(
     pool_row = gl.expand_dims(gl.load(p_pool_row + start + row_v, mask=row_v < n, other=0), 1)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
 
     row_k = gl.minimum(row_k, n - 1) * (H * K)  # places past the last repeat it; no row has them above
     _copy_rows(at_k, p_k, row_k, o_key)
@@ -242,7 +246,7 @@ def verify_streamed_kernel(
 
 
 def launch_streamed(
-    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: StreamedTile, overlap: bool
+    tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, tile: StreamedTile, overlap: int
 ) -> None:
     """`factorised.verify_factorised` by this kernel; the arguments are checked and laid out there."""
     verify_streamed_kernel[(sizes["V"] // COLUMNS, sizes["HV"], bucket.sessions)](
@@ -253,5 +257,5 @@ def launch_streamed(
         OVERLAP=overlap,
         num_warps=_WARPS,
         maxnreg=tile.registers or None,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

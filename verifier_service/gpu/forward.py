@@ -17,7 +17,8 @@ from specla.kernels.gpu.embedding import embed
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.norms import Activation, Admit, add_rms_norm, gated_norm
+from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
+from specla.kernels.gpu.overlap import Admit
 from specla.kernels.gpu.pass_batch import PassBatch
 from specla.kernels.gpu.product import product
 from specla.kernels.gpu.sampling import sample
@@ -36,8 +37,8 @@ Verify = Callable[[LayerRows, Tensor, FactorPool, PassBatch, Tensor], None]
 def verify_of(choice: Choice, buffers: PassBuffers) -> Verify:
     """The kernel that a choice names, for launches that follow other kernels of the same pass."""
     if choice.kernel == "serial":
-        return partial(verify_serial, workspace=buffers.workspace, overlap=True)
-    return partial(verify_factorised, tile=choice.tile, overlap=True)
+        return partial(verify_serial, workspace=buffers.workspace, overlap=True, admit="start")
+    return partial(verify_factorised, tile=choice.tile, overlap=True, admit="start")
 
 
 def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify) -> None:
@@ -88,7 +89,7 @@ def _mixer(
     (states, pool), x, rows, config = memory, buffers.activations, buffers.counted, weights.config
     product(x.normed, layer.inputs, x.inputs, rows, overlap=True)
     raw, a, b, gate = InputWidths.of(config).split(x.inputs)
-    tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True)
+    tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True, admit="start")
     verify(x.rows, states, pool, buffers.batch, x.o)
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
     admit = _admit(buffers)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specla.kernels import reference
+from specla.kernels.gpu import convolution
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
@@ -178,6 +179,28 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(device):
         assert torch.equal(got, getattr(together, name)[6:9]), name
 
 
+def check_bits_with_fewer_rows_a_program(layer, bucket, sessions, monkeypatch):
+    """The same outputs and pools whether a program takes one row or two, whose number may be odd."""
+    x, a, b = (
+        layer.random(bucket.rows, n, dtype=layer.dtype) for n in (layer.channels, layer.shape[1], layer.shape[1])
+    )
+    past, found = layer.random(layer.slots, POOL_ROWS, layer.channels, dtype=layer.dtype), []
+    for many in (1, bucket.rows + 1):
+        monkeypatch.setattr(convolution, "_MANY", many)
+        pool = layer.poisoned_pool()
+        pool.x.copy_(past)
+        found.append((*layer.run(bucket, sessions, x, a, b, pool), *pool))
+    for two, one in zip(*found, strict=True):
+        assert torch.equal(two, one)
+
+
+def test_rows_that_share_a_program_have_the_bits_of_rows_alone(device, monkeypatch):
+    layer = Layer(1, 2, 16, 16, 4, torch.float32, device)
+    check_bits_with_fewer_rows_a_program(
+        layer, Bucket(sessions=3, rows=11, tree_rows=5), sessions_of(layer, (5, 4), (1, 3)), monkeypatch
+    )
+
+
 def test_an_empty_pass_touches_nothing(device):
     layer = Layer(1, 2, 16, 16, 4, torch.float32, device)
     check_pass(layer, Bucket(sessions=2, rows=4, tree_rows=4), [])
@@ -250,3 +273,11 @@ def test_all_shapes_on_the_device(shape, taps, dtype, device):
     bucket = Bucket(sessions=6, rows=64, tree_rows=20, taps=taps)
     check_pass(layer, bucket, sessions_of(layer, [16, 1, 9, 20, 2], [0, taps, 1, 2, 0]))
     check_pass(layer, Bucket(sessions=1, rows=1, tree_rows=1, taps=taps), sessions_of(layer, [1], [0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 8, 256, 256), (16, 48, 128, 128), (4, 8, 64, 64), (3, 6, 96, 192)])
+def test_rows_that_share_a_program_have_the_same_bits_on_the_device(shape, device, monkeypatch):
+    layer = Layer(*shape, 4, torch.bfloat16, device, slots=9)
+    bucket = Bucket(sessions=6, rows=49, tree_rows=20)
+    check_bits_with_fewer_rows_a_program(layer, bucket, sessions_of(layer, [16, 1, 9, 20], [0, 4, 1, 2]), monkeypatch)

@@ -1,0 +1,28 @@
+"""Launches that overlap: one may begin while the kernel before it still runs, and says when the next one may.
+
+Every kernel waits for the one before, so whoever has waited knows that all earlier ones are done, too. A kernel that
+admits the next one only then leaves it free to use, before its own wait, whatever the kernel before did not write. A
+kernel that admits the next one at once lets it begin one kernel earlier still.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+
+Admit = Literal["start", "waited"]
+"""When a kernel lets the next one begin: at once, if that one, before it waits, uses nothing that this kernel or the
+one before it writes; or after its own wait, if it uses nothing that this kernel writes."""
+
+ADMITS_AT_START = tl.constexpr(2)
+ADMITS_ONCE_WAITED = tl.constexpr(1)
+"""What kernels are compiled with; 0 for a launch that does not overlap."""
+
+
+def overlapping(overlap: bool, admit: Admit) -> int:
+    """The value that a kernel is compiled with; launches cannot overlap in the interpreter."""
+    if not overlap or triton.knobs.runtime.interpret:
+        return 0
+    return int((ADMITS_AT_START if admit == "start" else ADMITS_ONCE_WAITED).value)
