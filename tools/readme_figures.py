@@ -31,7 +31,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def section(name: str, result: dict[str, Any]) -> list[str]:
-    """One result: what ran where, every goal met or not, and the first ratios. Long tables are folded away."""
+    """One result: what ran where, every goal met or not, and the first ratios; all rows of one that has neither."""
     versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items() if key in ("python", "torch"))
     lines = [f"### {result['title']}", "", f"`{result['command']}`, {result['date']}, {result['device']} ({versions})"]
     goals = result["goals"]
@@ -47,6 +47,9 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
         more = len(result["rows"]) - len(ratios[:_MOST_ROWS])
         note = ["", f"{more} more rows in `benchmarks/results/{name}`."] if more else []
         lines += ["", *folded("ratios", row_table(ratios[:_MOST_ROWS]) + note)]
+    elif not goals:
+        counts = [f"{name}: {value:,}" for name, value in result["notes"].items() if isinstance(value, int)]
+        lines += ["", *row_table(result["rows"]), "", "; ".join(counts)]
     return [*lines, ""]
 
 
