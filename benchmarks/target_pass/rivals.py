@@ -55,7 +55,7 @@ class SnapshotRun(PassRun):
         super()._capture(pool)
 
     def _launch(self) -> None:
-        self.buffers.upload.send()
+        self.buffers.upload.fetch()
         self._layer = count()
         run_rows(self._weights, self._store, self.buffers, self._verify_snapshot)
         run_head(self._weights, self.buffers)
@@ -63,7 +63,6 @@ class SnapshotRun(PassRun):
         scatter_accepted(
             self._store.states, self._snapshots, self.buffers.batch.slot[: len(self._accepted)], self._accepted
         )
-        self.buffers.fetch()
 
     def _verify_snapshot(self, rows: LayerRows, states: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor) -> None:
         snapshots, is_tree = self._snapshots[next(self._layer)], self.buffers.bucket.tree_rows > 1

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling, SessionSampling
@@ -104,9 +105,20 @@ class LogitEntries:
 
 
 @triton.jit
-def _adjust(p_logits, p_entries, o_stride, FIELDS: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr):
+def _adjust(
+    p_logits,
+    p_entries,
+    o_stride,
+    FIELDS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     o_first = tl.program_id(0) * BLOCK
     b_count = tl.load(p_entries)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     if o_first >= b_count:
         return
     i_entry = o_first + tl.arange(0, BLOCK)
@@ -125,12 +137,14 @@ def _adjust(p_logits, p_entries, o_stride, FIELDS: tl.constexpr, HEADER: tl.cons
     tl.store(p_logit, x, mask=mask)
 
 
-def adjust_logits(logits: Tensor, entries: LogitEntries) -> None:
+def adjust_logits(logits: Tensor, entries: LogitEntries, *, overlap: bool = False) -> None:
     """Applies the entries, in place.
 
     Args:
         logits: float32 [R, vocab_size]; rows may stand apart, ids side by side.
         entries: of R rows and that vocabulary.
+        overlap: whether to begin while the kernel before, which must not write entries, still runs. The next launch may
+            begin once this one has waited.
 
     Raises:
         ValueError: shapes, dtype, layout or device do not belong together.
@@ -143,9 +157,11 @@ def adjust_logits(logits: Tensor, entries: LogitEntries) -> None:
             "whose last dimension is contiguous"
         )
     if entries.capacity:
+        overlap = overlap and not triton.knobs.runtime.interpret
         _adjust[(triton.cdiv(entries.capacity, _BLOCK),)](
-            logits, entries.buffer, logits.stride(0), FIELDS=_FIELDS, HEADER=_HEADER, BLOCK=_BLOCK
-        )
+            logits, entries.buffer, logits.stride(0), FIELDS=_FIELDS, HEADER=_HEADER, BLOCK=_BLOCK, OVERLAP=overlap,
+            launch_pdl=overlap,
+        )  # fmt: skip
 
 
 def _entries_of(row: int, session: SessionSampling, path: list[int]) -> NDArray[np.int32]:

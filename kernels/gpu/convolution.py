@@ -23,7 +23,7 @@ from specla.kernels.gpu.pass_batch import PassBatch
 
 # Heads a program, one warp each. One choice for all sizes: the order of the l2-norm's sum hangs on it.
 _HEADS = 4
-_MANY = 64  # rows: from here on a program takes two, so that it reads its weights half as often
+_MANY = 512  # rows: from here on a program takes two, so that it reads its weights half as often
 L2_EPS = 1e-6
 """Added to a sum of squares before its root."""
 _ALIGNED = 16  # bytes: what the widest loads want, and what keeps every compiled form the same

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
 
@@ -18,11 +18,12 @@ def embed_kernel(p_tokens, p_table, p_out, p_rows, VOCAB, D: tl.constexpr, BD: t
     """Grid (R, blocks of D)."""
     i_row = tl.program_id(0)
     if OVERLAP:
+        gdc_wait()
         gdc_launch_dependents()
     n = tl.load(p_rows)
+    b_token = tl.load(p_tokens + i_row)  # with n, not after it
     if i_row < n:
         o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-        b_token = tl.load(p_tokens + i_row)
         mask = (o_d < D) & (b_token >= 0) & (b_token < VOCAB)
         x = tl.load(p_table + b_token.to(tl.int64) * D + o_d, mask=mask, other=0.0).to(tl.float32)
         tl.store(p_out + i_row.to(tl.int64) * D + o_d, x, mask=o_d < D)
@@ -36,7 +37,8 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor, rows: Tensor, *, overlap: 
         table: model dtype [vocab, D].
         out: float32 [R, D]; rows that do not count are left alone.
         rows: int32 [1], how many rows count, R at most.
-        overlap: whether the next launch may begin at once; it must wait for this one before it reads `out`.
+        overlap: whether to begin while the kernel before, which may write tokens and rows, still runs. The next launch
+            may begin once this one has waited; it must wait for this one before it reads `out`.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
@@ -51,5 +53,14 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor, rows: Tensor, *, overlap: 
     overlap = overlap and not triton.knobs.runtime.interpret
     block = min(_BLOCK, triton.next_power_of_2(width))
     embed_kernel[(count, triton.cdiv(width, block))](
-        tokens, table, out, rows, table.shape[0], D=width, BD=block, OVERLAP=overlap, num_warps=4
+        tokens,
+        table,
+        out,
+        rows,
+        table.shape[0],
+        D=width,
+        BD=block,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
     )

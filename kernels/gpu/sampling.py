@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from specla.kernels.gpu.noise import gumbel_noise, noise_words
 from specla.kernels.gpu.sampler_rows import SamplerRows
@@ -182,7 +183,7 @@ def _sample(
     p_scores, p_arrived, p_part_best, p_part_largest, p_part_id,
     o_stride,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, SWEEP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, share of its ids). PARTS is SPLITS rounded up to a power of two."""
     i_row, i_split = tl.program_id(0), tl.program_id(1)
@@ -190,7 +191,10 @@ def _sample(
     b_k, b_top_p = tl.load(p_top_k + i_row), tl.load(p_top_p + i_row)
     b_log_min_p, b_position = tl.load(p_log_min_p + i_row), tl.load(p_position + i_row)
     b_seed_low, b_seed_high = tl.load(p_seed + 2 * i_row), tl.load(p_seed + 2 * i_row + 1)
-    if tl.load(p_used + i_row) == 0:
+    b_used = tl.load(p_used + i_row)
+    if OVERLAP:
+        gdc_wait()
+    if b_used == 0:
         return
     p_row = p_logits + i_row.to(tl.int64) * o_stride
     p_scores += i_row.to(tl.int64) * VOCAB
@@ -231,7 +235,7 @@ def _sample(
         tl.store(p_errors + i_row, b_error)
 
 
-def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor) -> None:
+def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor, *, overlap: bool = False) -> None:
     """Draws the next token of every used row: argmax(processed / T + noise), ties to the lowest id.
 
     A row's token depends on its logits and parameters alone, for one `SamplerConfig` and one stride of the logits.
@@ -241,7 +245,9 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
         logits: float32, bfloat16 or float16 [R, vocab_size]; rows may stand apart, ids side by side. Not written.
         parameters: of R rows; its scratch is overwritten, so calls that share it must follow one another.
         tokens: int32 or int64 [R], written where a row is used; -1 for a row that failed.
-        errors: int32 [R], written where a row is used: FINE, IS_NAN, IS_INFINITE or RULED_OUT.
+        errors: int32 [R], written where a row is used: FINE, IS_NAN, IS_INFINITE or RULED_OUT. Both may lie in pinned
+            memory of the host.
+        overlap: whether to begin while the kernel before, which must not write parameters, still runs.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
@@ -249,12 +255,13 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
     rows, vocab_size = parameters.scores.shape
     _check(logits, parameters, tokens, errors)
     config, splits = parameters.config, parameters.splits
+    overlap = overlap and not _INTERPRETED
     _sample[(rows, splits)](
         logits, tokens, errors, *parameters.tensors(),
         logits.stride(0),
         VOCAB=vocab_size, CHUNK=config.chunk, SWEEP=config.sweep, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
-        INTERPRETED=_INTERPRETED,
-        num_warps=config.warps,
+        INTERPRETED=_INTERPRETED, OVERLAP=overlap,
+        num_warps=config.warps, launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -269,7 +276,8 @@ def _check(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(map(str, dtypes))
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
-        if tensor.stride(-1) != 1 or tensor.device != parameters.device:
+        reached = tensor.device == parameters.device or (name != "logits" and tensor.is_pinned())
+        if tensor.stride(-1) != 1 or not reached:
             raise ValueError(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a tensor on {parameters.device} "
                 "whose last dimension is contiguous"

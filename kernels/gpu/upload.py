@@ -1,13 +1,31 @@
-"""Small arrays that change with every pass: written on the host, copied to a fixed address on the device."""
+"""Small arrays that change with every pass: written on the host, copied to a fixed address on the device.
+
+Within a captured graph the device fetches the words itself: behind a copy the first kernel begins 6 to 14 us late.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 _ALIGNED = 4  # words: parts begin at multiples of 16 bytes
+_BLOCK = 1024  # words of a program that fetches
+
+
+@triton.jit(do_not_specialize=["WORDS"])
+def _fetch(p_host, p_device, WORDS, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Grid (blocks of words,)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    o_first = tl.program_id(0) * BLOCK + 4 * tl.arange(0, BLOCK // 4)[:, None]
+    o_word = o_first + tl.arange(0, 4)[None, :]  # 16 bytes a thread
+    words = tl.load(p_host + o_word, mask=o_first < WORDS)
+    tl.store(p_device + o_word, words, mask=o_first < WORDS)
 
 
 class Upload:
@@ -39,10 +57,11 @@ class Upload:
             self._words: NDArray[np.int32] = self._host.numpy()
             return
         on_gpu = torch.device(device).type == "cuda"
-        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+        room = self.room(words)  # `fetch` takes whole pieces of 16 bytes
+        self._host = torch.zeros(room, dtype=torch.int32, pin_memory=on_gpu)[:words]
         self._words = self._host.numpy()
         self._sent = torch.cuda.Event() if on_gpu else None
-        self.buffer = torch.zeros(words, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(room, dtype=torch.int32, device=device)[:words]
 
     @staticmethod
     def room(*parts: int) -> int:
@@ -64,6 +83,20 @@ class Upload:
             return
         self.buffer[:words].copy_(self._host[:words], non_blocking=True)
         if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            self.sent()
+
+    def fetch(self) -> None:
+        """`send` of all words as a kernel that reads them where they are, for the first launch of a captured graph.
+
+        The next launch, if it overlaps, may begin at once: it must wait before it reads any, and let others begin only
+        then.
+        """
+        if self.buffer.device.type != "cuda":
+            self.send()
+            return
+        words = len(self.buffer)
+        _fetch[(triton.cdiv(words, _BLOCK),)](self._host, self.buffer, words, BLOCK=_BLOCK, OVERLAP=True, num_warps=4)
+        if not torch.cuda.is_current_stream_capturing():
             self.sent()
 
     def sent(self) -> None:

@@ -116,7 +116,7 @@ class PassBuffers:
         tokens: int32 [R], the rows' own tokens; `put_tokens` fills it.
         sampler: how rows sample.
         entries: which single logits change before; all buckets share them.
-        sampled, errors: int32 [R], results.
+        sampled, errors: int32 [R], results, in the host's memory: the last kernel writes them there.
         workspace: of the serial kernels.
     """
 
@@ -151,10 +151,9 @@ class PassBuffers:
         self.tokens = self._tokens.buffer
         self.sampler = SamplerRows(R, config.vocab_size, device, scores=self.activations.scores, within=self.upload)
         self.entries = entries.of(R)
-        self._results = torch.zeros(2, R, dtype=torch.int32, device=device)
-        self.sampled, self.errors = self._results
-        self._host_results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._fetched: NDArray[np.int32] = self._host_results.numpy()
+        results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.sampled, self.errors = results
+        self._results: NDArray[np.int32] = results.numpy()
         _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
         self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
 
@@ -181,13 +180,9 @@ class PassBuffers:
         self.sampler.fill(sampling)
         return self.entries.entries_of(sampling)
 
-    def fetch(self) -> None:
-        """Starts the copy of the results to the host."""
-        self._host_results.copy_(self._results, non_blocking=True)
-
     def results(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Tokens and errors of the first rows, as `fetch` brought them; whoever calls has waited for that.
+        """Tokens and errors of the first rows; whoever calls has waited for the pass.
 
         The errors are a view, valid until the next pass.
         """
-        return self._fetched[0, :count].astype(np.int64), self._fetched[1, :count]
+        return self._results[0, :count].astype(np.int64), self._results[1, :count]

@@ -28,7 +28,7 @@ from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
 
-_FEW_ROWS = 32
+_FEW_ROWS = 64
 
 Verify = Callable[[LayerRows, Tensor, FactorPool, PassBatch, Tensor], None]
 """(rows, states, pool, batch, o): a verification kernel for one layer, with its workspace or tile."""
@@ -67,8 +67,8 @@ def run_head(weights: GpuWeights, buffers: PassBuffers) -> None:
 def adjust_and_sample(buffers: PassBuffers) -> None:
     """From logits to `buffers.sampled` and `buffers.errors`; biases and penalties change the logits in place."""
     logits = buffers.activations.logits
-    adjust_logits(logits, buffers.entries)
-    sample(logits, buffers.sampler, buffers.sampled, buffers.errors)
+    adjust_logits(logits, buffers.entries, overlap=True)
+    sample(logits, buffers.sampler, buffers.sampled, buffers.errors, overlap=True)
 
 
 def _admit(buffers: PassBuffers) -> Admit:
@@ -92,6 +92,5 @@ def _mixer(
     tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True, admit="start")
     verify(x.rows, states, pool, buffers.batch, x.o)
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
-    admit = _admit(buffers)
-    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True, admit=admit)
+    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True, admit="start")
     product(x.mixed, layer.output, x.from_mixer, rows, overlap=True)

@@ -110,12 +110,11 @@ class PassRun:
                 self._launch()
 
     def _launch(self) -> None:
-        self.buffers.upload.send()
+        self.buffers.upload.fetch()
         run_rows(self._weights, self._store, self.buffers, self._verify)
         if self._samples:
             run_head(self._weights, self.buffers)
             adjust_and_sample(self.buffers)
-            self.buffers.fetch()
 
     def _launch_in_rounds(self, entries: NDArray[np.int32]) -> None:
         """For more changes than one launch takes: each changes other logits, so their order does not count."""
@@ -128,4 +127,3 @@ class PassRun:
             buffers.entries.put(entries[first : first + room])
             adjust_logits(buffers.activations.logits, buffers.entries)
         sample(buffers.activations.logits, buffers.sampler, buffers.sampled, buffers.errors)
-        buffers.fetch()
