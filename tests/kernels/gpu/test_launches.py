@@ -85,7 +85,7 @@ def test_every_parameter_is_given(
         assert recorder.bound[parameter] is tensor, parameter
     sizes = {name: recorder.bound[name] for name in ("POOL", "PENDING", "H", "HV", "K", "V")}
     assert sizes == {"POOL": pool.k.shape[1], "PENDING": 4, "H": 1, "HV": 2, "K": 64, "V": 128}
-    assert recorder.bound["OVERLAP"] is False
+    assert recorder.bound["OVERLAP"] == 0
 
 
 @pytest.mark.parametrize(
