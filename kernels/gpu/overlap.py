@@ -2,7 +2,8 @@
 
 Every kernel waits for the one before, so whoever has waited knows that all earlier ones are done, too. A kernel that
 admits the next one only then leaves it free to use, before its own wait, whatever the kernel before did not write. A
-kernel that admits the next one at once lets it begin one kernel earlier still.
+kernel that admits the next one at once lets it begin one kernel earlier still; where several in a row do, the last may
+begin while any of them runs.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
 from specla.kernels.gpu.product_streamed import ProductTile, launch_streamed, on_hopper, streamed_tile, streams
 
 _ROWS = 16  # of one program: of every height, so that there is one order
@@ -39,10 +40,13 @@ def product_kernel(
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i_n = tl.program_id(1) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     n = tl.load(p_rows)
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()
     if tl.program_id(0) * ROWS < n:
         first = tl.program_id(2) * KP
         of_row, of_n = i_row < n, i_n < N
@@ -96,6 +100,7 @@ def product(
     swiglu: bool = False,
     add: bool = False,
     overlap: bool = False,
+    admit: Admit = "waited",
     tile: ProductTile | None = None,
 ) -> None:
     """out = x weight^T for the rows that count; products of the model's dtype, sums in float32.
@@ -112,8 +117,8 @@ def product(
             [R, N / 2]. K stays whole.
         add: out, float32 [R, N], is added to: the residual on the way out. K stays whole.
         overlap: whether to begin while the kernel before may still run; that one must not write `rows` or `weight`.
-            The first weights are then on their way before it ends. The next launch may begin once this one has waited;
-            whatever came before the kernel before is done by then.
+            The first weights are then on their way before it ends.
+        admit: when the next launch may begin, if it overlaps.
         tile: how the streamed form cuts the work; None chooses. Changes no bits.
 
     Raises:
@@ -122,18 +127,18 @@ def product(
     parts = _checked_parts(x, weight, out, rows, swiglu, add)
     (count, inputs), outputs = x.shape, weight.shape[0]
     interpreted = triton.knobs.runtime.interpret
-    overlap = overlap and not interpreted
+    overlaps = overlapping(overlap, admit)
     streamed = not interpreted and on_hopper(x.device) and streams(outputs, inputs, parts, x.dtype)
     if streamed:
         tile = tile or streamed_tile(outputs, inputs, parts, count)
-        launch_streamed(x, weight, out, rows, parts, tile, swiglu=swiglu, add=add, overlap=overlap)
+        launch_streamed(x, weight, out, rows, parts, tile, swiglu=swiglu, add=add, overlap=overlaps)
         return
     if tile is not None and not interpreted:
         raise ValueError(f"weight {weight.dtype} {list(weight.shape)} in {parts} parts is not streamed: give no tile")
     product_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(outputs, _BLOCK_N), parts)](
         x, weight, out, rows, count,
         N=outputs, K=inputs, PARTS=parts, BN=_BLOCK_N, BK=_BLOCK_K, ROWS=_ROWS, SWIGLU=swiglu, ADD=add,
-        OVERLAP=overlap, INTERPRETED=interpreted, num_warps=_WARPS, num_stages=4, launch_pdl=overlap,
+        OVERLAP=overlaps, INTERPRETED=interpreted, num_warps=_WARPS, num_stages=4, launch_pdl=overlaps > 0,
     )  # fmt: skip
 
 

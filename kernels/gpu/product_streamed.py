@@ -32,6 +32,7 @@ from triton.runtime.jit import constexpr_function
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.layouts import powers
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 
 BLOCK = 64
 """K, and each of its parts, must be a multiple of it."""
@@ -204,11 +205,13 @@ def product_streamed_kernel(
     layouts.barrier()
     for i in gl.static_range(STAGES):
         _ask_weights(weight, at_w, full, i, i, N, KP, BN, BK, RT, PARTS)
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
     if OVERLAP:
         gdc_wait()
     for i in gl.static_range(STAGES):
         _ask_rows(x, at_x, full, i, i, KP, BK, RT, PARTS)
-    if OVERLAP:  # memory is busier with both kernels' weights under way
+    if OVERLAP == ADMITS_ONCE_WAITED:  # memory is busier with both kernels' weights under way
         gdc_launch_dependents()
     acc = gl.zeros([BN, RT], gl.float32, warpgroup_products(WARPS, RT))
     for step in range(STEPS):
@@ -234,7 +237,7 @@ def launch_streamed(
     *,
     swiglu: bool,
     add: bool,
-    overlap: bool,
+    overlap: int,
 ) -> None:
     """`product.product` by this kernel; the arguments are checked there, the tile here.
 
@@ -266,5 +269,5 @@ def launch_streamed(
         ADD=add,
         OVERLAP=overlap,
         num_warps=tile.warps,
-        launch_pdl=overlap,
+        launch_pdl=overlap > 0,
     )

@@ -110,6 +110,7 @@ class PassBuffers:
     Attributes:
         bucket: the sizes.
         layers: whose streams are kept, in the order of `activations.hidden`.
+        serial: whether a serial kernel may run.
         activations: what lives during a pass.
         upload: sends all inputs at once: `batch`, `tokens` and `sampler`.
         batch: sessions, trees, pending factors.
@@ -143,7 +144,7 @@ class PassBuffers:
             serial: whether a serial kernel may run.
         """
         device, R = arena.device, bucket.rows
-        self.bucket, self.layers = bucket, tuple(layers)
+        self.bucket, self.layers, self.serial = bucket, tuple(layers), serial
         self.activations = Activations.laid_out(config, dtype, bucket, len(layers), Layout(arena), serial=serial)
         self.upload = Upload(Upload.room(bucket.buffer_words, R, SamplerRows.words(R)), device)
         self.batch = PassBatch(bucket, device, within=self.upload)

@@ -1,5 +1,7 @@
 """x W^T for few rows: against float64, the bits of a row beside any number of others, parts of K, fused ends."""
 
+from itertools import product as product_of
+
 import pytest
 import torch
 
@@ -263,7 +265,8 @@ def test_overlapping_launches_have_the_bits_of_waiting_ones(device):
     down = [numbers(width, mid, dtype=torch.bfloat16) * 0.02 for _ in range(layers)]
     x, weight, count = numbers(rows, width), torch.ones(width, device=device), numbers.rows(rows)
     results = []
-    for overlap, admit in ((False, "waited"), (True, "waited"), (True, "start")):
+    ways = [(False, "waited", "waited"), *((True, *way) for way in product_of(("waited", "start"), repeat=2))]
+    for overlap, admit, products_admit in ways:
         stream = x.clone()
         normed, gated = (
             numbers.poison(rows, width, dtype=torch.bfloat16),
@@ -273,8 +276,8 @@ def test_overlapping_launches_have_the_bits_of_waiting_ones(device):
         for i in range(layers):
             y = parts if i else None
             add_rms_norm(stream, y, weight, 1e-5, normed, count, overlap=overlap, admit=admit)
-            product(normed, up[i], gated, count, swiglu=True, overlap=overlap)
-            product(gated, down[i], parts, count, overlap=overlap)
+            product(normed, up[i], gated, count, swiglu=True, overlap=overlap, admit=products_admit)
+            product(gated, down[i], parts, count, overlap=overlap, admit=products_admit)
         add_rms_norm(stream, parts, weight, 1e-5, normed, count, overlap=overlap)
         results.append((stream, normed))
     for other in results[1:]:
