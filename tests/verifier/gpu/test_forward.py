@@ -8,14 +8,17 @@ import pytest
 import torch
 from tree_cases import chain, random_tree
 
+from specla.benchmarks.target_pass.model import RandomTensors
 from specla.kernels.gpu.adjusting import LogitEntries
 from specla.kernels.gpu.factorised import factorised_tile
 from specla.kernels.gpu.pass_batch import Bucket, SessionPass
-from specla.kernels.gpu.selector import Choice
+from specla.kernels.gpu.selector import Choice, Selector
 from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
+from specla.verifier_service.gpu import forward
+from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
@@ -27,6 +30,15 @@ from specla.verifier_service.targets.torch_pass import torch_tree_pass
 from specla.verifier_service.targets.weights import load_checkpoint
 
 SLOTS, MOST_PENDING = 3, 16
+WIDE = GatedDeltaNetConfig(
+    vocab_size=640,
+    hidden_size=512,
+    num_hidden_layers=4,
+    num_heads=4,
+    head_dim=128,
+    expand_v=1.0,
+    intermediate_size=1024,
+)
 EXACT, FAST = Choice("serial", 2), Choice("factorised", tile=factorised_tile(16))
 
 
@@ -156,3 +168,30 @@ def test_slots_are_taken_in_order_and_cleared(tiny_target: Path, device: torch.d
     store.acquire()
     with pytest.raises(Exception, match="all slots are taken"):
         store.acquire()
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_kernels_that_begin_early_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast passes of 16 rows, in which all products of a layer let the next kernel in at once, and the same without."""
+    weights = GpuWeights.load(WIDE, RandomTensors(WIDE, "cuda"), torch.bfloat16, "cuda")
+    early = texts_logits(weights, [16, 9, 13, 16, 12, 16])
+    monkeypatch.setattr(forward, "_PRODUCTS_ADMIT_AT_START", range(0))
+    late = texts_logits(weights, [16, 9, 13, 16, 12, 16])
+    assert torch.isfinite(late).all()
+    assert torch.equal(early, late)
+
+
+def texts_logits(weights: GpuWeights, sizes: Sequence[int]) -> torch.Tensor:
+    """Of random trees, one after the other, from each of which a path is accepted."""
+    rng, found, vocab = random.Random(1), [], weights.config.vocab_size
+    backend = GpuBackend(weights, "fast", Selector.for_device("NVIDIA H200"), slots=1, max_rows=16)
+    slot, greedy = backend.acquire(), SessionSampling(SamplingParams(temperature=0.0), vocab)
+    for size in sizes:
+        batch = pack([random_tree(rng, size)])
+        tokens = [rng.randrange(vocab) for _ in range(size)]
+        sampling = RowSampling([greedy], [0] * size, list(batch.depths), batch.parents, tokens)
+        out = backend.run([slot], batch, tokens, sampling)
+        found += [torch.from_numpy(out.logits(row).copy()) for row in range(size)]
+        out.take(0, [0, 1])  # the first row's first child
+    return torch.stack(found)
