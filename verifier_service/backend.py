@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,22 @@ from torch import Tensor
 from specla.kernels.sampling import RowSampling, Sampled
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one prompt, to be appended to a slot's text."""
+
+    slot: int
+    tokens: Sequence[int]
+    layers: Sequence[int]
+    """Whose streams are wanted; -1 is the final norm's output."""
+
+
+class RunningChunks(Protocol):
+    """Chunks that may still be running."""
+
+    def wait(self) -> list[list[Tensor]]:
+        """Until they have run: of each chunk its layers' streams, float32 [T, hidden] each on the CPU."""
 
 
 class PassRows(Protocol):
@@ -87,10 +103,14 @@ class Backend(Protocol):
             layers: whose streams `hidden` will be asked for.
         """
 
-    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor] | None:
-        """Append consecutive tokens of a prompt to a slot's text, in a form made for many.
+    def usual_chunks(self) -> list[int]:
+        """Tokens of chunks of prompts that are worth preparing before anybody waits for them; maybe none."""
 
-        Returns:
-            The streams of these layers, float32 [T, hidden] each; or None, with nothing done, where there is no such
-            form: then the tokens run as chains.
-        """
+    def prepare_chunk(self, tokens: int) -> None:
+        """Make what a chunk of so many tokens needs, before the first comes; nothing where it is made."""
+
+    def goes_together(self, tokens: Sequence[int]) -> bool:
+        """Whether chunks of so many tokens may run in one call, each with the bits that it has alone."""
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> RunningChunks:
+        """Append chunks to their slots' texts, in a form made for many tokens: one, or several that go together."""

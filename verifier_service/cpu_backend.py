@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from specla.kernels.sampling import RowSampling, Sampled, sample
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
+from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.state import PendingPath, StateStore
 from specla.verifier_service.targets.gated_deltanet import PassFactors, TargetWeights, TreePass, prefill_chunk
@@ -57,6 +59,13 @@ class CpuBackend:
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Nothing: every pass runs as it comes."""
 
+    def usual_chunks(self) -> list[int]:
+        """None: every chunk runs as it comes."""
+        return []
+
+    def prepare_chunk(self, tokens: int) -> None:
+        """Nothing: every chunk runs as it comes."""
+
     def run(
         self,
         slots: Sequence[int],
@@ -81,8 +90,15 @@ class CpuBackend:
         self._last_factors = out.factors
         return CpuPassRows(self, slots, batch, out, sampling)
 
-    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
+    def goes_together(self, tokens: Sequence[int]) -> bool:
+        """One at a time."""
+        return len(tokens) == 1
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> FinishedChunks:
         """In the chunked form, which advances the stored state itself."""
+        return FinishedChunks([self._run_chunk(*chunk) for chunk in chunks])
+
+    def _run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
         assert slot not in self._pending, "a chunk must follow what is stored"
         hidden = prefill_chunk(
             self.weights,
@@ -107,6 +123,16 @@ class CpuBackend:
                 groups.setdefault(id(self._pending[slot].factors), []).append(slot)
         for due in groups.values():
             self.store.apply(due, [self._pending.pop(slot) for slot in due])
+
+
+class FinishedChunks(NamedTuple):
+    """See `RunningChunks`."""
+
+    streams: list[list[Tensor]]
+
+    def wait(self) -> list[list[Tensor]]:
+        """They have run."""
+        return self.streams
 
 
 class CpuPassRows:

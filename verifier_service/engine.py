@@ -13,6 +13,7 @@ of `run_pass`, sessions may be opened and released.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch, pack
 from specla.rpc.errors import InternalError, SessionCancelledError
+from specla.verifier_service import prefilling
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.backend import Backend, PassRows
 from specla.verifier_service.backends import backend_for, memory_of
@@ -30,6 +32,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of
 from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
+from specla.verifier_service.prefilling import RunningPrefill, take
 from specla.verifier_service.session import Session, check_opening, sampling_state
 from specla.verifier_service.target import Target
 
@@ -134,36 +137,40 @@ class Engine:
         return session
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Make the usual passes ready, which may mean compiling and capturing; later ones are made as they come.
+        """Make the usual passes and chunks of prompts ready, which may mean compiling and capturing; later ones are
+        made as they come.
 
         `progress` is told how many are done, of how many.
         """
-        batches = self._backend.usual_batches()
-        for done, topologies in enumerate(batches, 1):
-            self._backend.prepare(topologies)
+        backend = self._backend
+        steps = [partial(backend.prepare_chunk, tokens) for tokens in backend.usual_chunks()]
+        steps += [partial(backend.prepare, topologies) for topologies in backend.usual_batches()]
+        for done, step in enumerate(steps, 1):
+            step()
             if progress is not None:
-                progress(done, len(batches))
+                progress(done, len(steps))
 
-    @torch.inference_mode()
     def prefill(self, session: Session, budget_tokens: int) -> bool:
-        """Run more of the tokens given at opening; at least one chunk, at most about budget_tokens.
-
-        The prompt but for its last token goes in chunks on a grid from position 0, so that the bits do not depend on
-        the budget. A short last chunk, and what is resumed, run as decoding would have run them.
+        """Run more of the tokens given at opening; at least one piece, at most about budget_tokens.
 
         Returns:
             Whether the session is ready for passes.
         """
-        assert session.slot is not None, "a released session cannot be prefilled"
-        last, chain_rows = session.prompt_len - 1, self._backend.chain_rows
         while not session.ready and budget_tokens > 0:
-            start = session.run_len
-            stop = min(start + self.config.chunk_tokens, last)
-            if not (stop - start > chain_rows and self._run_chunk(session, session.slot, start, stop)):
-                stop = min(start + chain_rows, last if start < last else len(session.tokens) - 1)
-                self._run_chain(session, session.slot, start, stop)
-            budget_tokens -= stop - start
+            budget_tokens -= self.end_prefill(self.begin_prefill([session]))
         return session.ready
+
+    @torch.inference_mode()
+    def begin_prefill(self, sessions: Sequence[Session]) -> RunningPrefill:
+        """Start the next bounded piece of the first of these sessions, none of which is ready, and those of the others
+        that may go with it. `end_prefill` is next, but for `release`."""
+        assert all(session.slot is not None for session in sessions), "a released session cannot be prefilled"
+        return prefilling.begin(self._backend, sessions, self.config.chunk_tokens)
+
+    @torch.inference_mode()
+    def end_prefill(self, running: RunningPrefill) -> int:
+        """Wait for what was begun and move its sessions on. Returns how many tokens have run."""
+        return prefilling.end(running)
 
     def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
         """Run roots and candidates of all items in one pass: draft tokens in, committed tokens out.
@@ -302,36 +309,11 @@ class Engine:
         if isinstance(acceptance, InternalError):
             return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
         result = result_of(item, offset, acceptance, out, seconds)
-        self._take(session, out, index, offset, acceptance.rows)
+        take(session, out, index, offset, acceptance.rows)
         session.tokens += acceptance.tokens
         session.sampling_state.extend(acceptance.tokens)
         session.finish = acceptance.finish
         return result
-
-    def _take(self, session: Session, out: PassRows, index: int, offset: int, rows: Sequence[int]) -> None:
-        """These rows of the index-th session's tree, which begins at `offset`, are part of its text now."""
-        out.take(index, rows)
-        session.run_len += len(rows)
-        if session.feature_ring is not None:
-            of_batch = [offset + row for row in rows]
-            session.feature_ring.record([out.hidden(layer, of_batch) for layer in _layers(session)])
-
-    def _run_chain(self, session: Session, slot: int, start: int, stop: int) -> None:
-        """Run known tokens as decoding would have: a chain of which every row is accepted."""
-        tokens = session.tokens[start:stop]
-        batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
-        out = self._backend.run([slot], batch, tokens, None, _layers(session))
-        self._take(session, out, 0, 0, range(len(tokens)))
-
-    def _run_chunk(self, session: Session, slot: int, start: int, stop: int) -> bool:
-        """Run tokens of the prompt in a form made for many, if there is one."""
-        hidden = self._backend.run_chunk(slot, session.tokens[start:stop], _layers(session))
-        if hidden is None:
-            return False
-        if session.feature_ring is not None:
-            session.feature_ring.record(hidden)
-        session.run_len = stop
-        return True
 
 
 def _layers(session: Session) -> tuple[int, ...]:

@@ -57,7 +57,8 @@ class FeatureRing:
 
     def __init__(self, spec: FeatureWindow, hidden_size: int) -> None:
         self.spec = spec
-        self.end = 0  # positions below it have been recorded
+        self.end = 0  # positions below it have been recorded, or passed over
+        self._begin = 0  # positions below it were passed over
         self._values = torch.zeros(0, len(spec.layers), hidden_size)
 
     @property
@@ -83,10 +84,15 @@ class FeatureRing:
             self._values[: kept - head, i] = states[head:]
         self.end += count
 
+    def skip(self, positions: int) -> None:
+        """Pass over consecutive positions, which nobody will ask for, and forget those before them."""
+        self.end += positions
+        self._begin = self.end
+
     def read(self, from_position: int, to_position: int) -> FeatureSlice:
         """What is kept of the positions in [from_position, to_position), a copy; possibly less, possibly nothing."""
         window = self.spec.window
-        start = max(from_position, self.end - window, 0)
+        start = max(from_position, self.end - window, self._begin)
         stop = max(start, min(to_position, self.end))
         index = torch.arange(start, stop) % max(window, 1)
         return FeatureSlice(start, self._values.index_select(0, index))

@@ -269,27 +269,34 @@ class Scheduler:
         self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:
-        """One bounded piece for one of the sessions that are not ready, in turn; whether there was one."""
+        """One bounded piece for one of the sessions that are not ready, in turn, and for those that may go with it;
+        whether there was one."""
         waiting = [live for live in self._roster if not live.session.ready]
         if not waiting:
             return False
-        self._look_around()  # a piece takes longer than a pass
         self._prefill_turn += 1
-        live = waiting[self._prefill_turn % len(waiting)]
-        started = self._clock()
+        turn, started = self._prefill_turn % len(waiting), self._clock()
+        waiting = waiting[turn:] + waiting[:turn]
+        begun = waiting[:1]
         try:
-            ready = self._engine.prefill(live.session, self.config.chunk_tokens)
+            running = self._engine.begin_prefill([live.session for live in waiting])
+            begun = [live for live in waiting if live.session in running.sessions]
+            self._look_around()  # a piece takes longer than a pass
+            self._engine.end_prefill(running)
         except Exception as error:
-            self._roster.fail(live, internal_error("prefill", error))
+            for live in begun:
+                if live.session.slot is not None:  # it has not ended meanwhile
+                    self._roster.fail(live, internal_error("prefill", error))
             return True
         now = self._clock()
-        live.prefill_s += now - started
-        if ready:
-            live.moved_at = now
-            prefilled = verifier_pb2.Prefilled(
-                prompt_tokens=live.session.prompt_len, prefill_us=round(live.prefill_s * 1e6)
-            )
-            live.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
+        for live in begun:
+            live.prefill_s += now - started
+            if live.session.ready:
+                live.moved_at = now
+                prefilled = verifier_pb2.Prefilled(
+                    prompt_tokens=live.session.prompt_len, prefill_us=round(live.prefill_s * 1e6)
+                )
+                live.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
         return True
 
     def _sleep_until(self, wake_at: float) -> float:

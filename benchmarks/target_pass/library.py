@@ -1,23 +1,57 @@
-"""flash-linear-attention's own model on the same weights: `generate` as shipped, a step of it in a CUDA graph, prefill.
+"""flash-linear-attention's own model on the same weights: prefill and `generate` as shipped, both in a CUDA graph.
 
-The graph holds one decoding step of the library's model with its cache as it stands: a replay computes the same step
-again, which takes the time of any other.
+The graph of decoding holds one step of the library's model with its cache as it stands: a replay computes the same step
+again, which takes the time of any other. The library's kernels tune themselves when they first run, minutes of
+compiling on one core; `python -m specla.benchmarks.target_pass.library PART TOKENS` does that for a part, and what it
+found stays in Triton's cache.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specla.benchmarks.kernels.replay import MissingLibraryError
-from specla.benchmarks.target_pass.model import DTYPE, RandomTensors
+from specla.benchmarks.target_pass.model import DTYPE, SHAPE, RandomTensors
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 PROMPT = 64
-TOKENS = 32
+TOKENS = 16
+_WARMING_S = 150.0
+_WARMED_LAYERS = 2  # as good as all: they are alike
+_PARTS = ("prefill", "decoding")
+
+
+def warm(tokens: int) -> dict[str, str]:
+    """Lets the library's kernels tune themselves, in a process for each part ("prefill", "decoding"), all at once.
+
+    Returns:
+        Of each part that failed or took too long, what happened.
+    """
+    until, failed = time.monotonic() + _WARMING_S, {}
+    started = {part: _start(part, tokens) for part in _PARTS}
+    for part, process in started.items():
+        try:
+            said, _ = process.communicate(timeout=max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            failed[part] = f"its kernels were not tuned after {_WARMING_S:.0f} s"
+        else:
+            if process.returncode:
+                failed[part] = (said.strip().splitlines() or ["no message"])[-1]
+    return failed
+
+
+def _start(part: str, tokens: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "specla.benchmarks.target_pass.library", part, str(tokens)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def library_model(config: GatedDeltaNetConfig, device: str = "cuda") -> Any:
@@ -69,6 +103,20 @@ def generate_us(model: Any, rounds: int) -> list[float]:
     return [(seconds(TOKENS + 1) - seconds(1)) / TOKENS * 1e6 for _ in range(rounds)]
 
 
+def _captured(launch: Callable[[], None]) -> Callable[[], None]:
+    """Replays what was launched, tried outside the graph first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            launch()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
 @torch.inference_mode()
 def captured_step(model: Any) -> Callable[[], None]:
     """Replays one decoding step, greedy choice included.
@@ -84,16 +132,7 @@ def captured_step(model: Any) -> Callable[[], None]:
         logits = model(token, past_key_values=cache, use_cache=True).logits
         token.copy_(logits[:, -1:].argmax(-1))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return _captured(step)
 
 
 @torch.inference_mode()
@@ -106,3 +145,27 @@ def prefill(model: Any, tokens: int) -> Callable[[], None]:
             model(prompt, use_cache=True, logits_to_keep=1)
 
     return run
+
+
+@torch.inference_mode()
+def captured_prefill(model: Any, tokens: int) -> Callable[[], None]:
+    """The same in a CUDA graph.
+
+    Raises:
+        Exception: whatever the library's model raises where it cannot be captured.
+    """
+    return _captured(prefill(model, tokens))
+
+
+def _main(part: str, tokens: int) -> None:
+    """Runs one of the parts until its kernels are ready."""
+    model = library_model(replace(SHAPE, num_hidden_layers=_WARMED_LAYERS))
+    if part == "prefill":
+        prefill(model, tokens)()
+    else:
+        generate_us(model, 1)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 
 from specla.benchmarks.kernels import device
 from specla.benchmarks.kernels.preparation import MODES
-from specla.benchmarks.kernels.replay import MissingLibraryError
 from specla.benchmarks.kernels.timing import Timed, in_turns
 from specla.benchmarks.report import Report, Row
-from specla.benchmarks.target_pass import library, rivals
-from specla.benchmarks.target_pass.cases import SAMPLING, Bench, Case, cycle_of
+from specla.benchmarks.target_pass import rivals
+from specla.benchmarks.target_pass.cases import Bench, Case, cycle_of
 from specla.benchmarks.target_pass.checks import check
-from specla.benchmarks.target_pass.goals import LIBRARY, OURS, PREFILL_TOKENS, Measured, goals
+from specla.benchmarks.target_pass.goals import Measured, goals
 from specla.benchmarks.target_pass.host import engine_of, iterations_us
-from specla.benchmarks.target_pass.model import SHAPE, random_weights
+from specla.benchmarks.target_pass.model import random_weights
+from specla.benchmarks.target_pass.prompts import measure_prompts
 from specla.kernels.gpu.selector import Mode, Selector
-from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.gpu.memory import GpuMemoryAccount
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -27,7 +26,6 @@ from specla.verifier_service.gpu.weights import GpuWeights
 SIZES = ((1, 1), (1, 16), (1, 32), (1, 64), (16, 1), (16, 16), (64, 1), (64, 8))
 SNAPSHOT_SIZES = ((1, 16), (16, 16))
 ROUNDS = 15
-LIBRARY_ROUNDS = 5
 METHOD = (
     "Each case is a cycle of passes as the backend would run them (what was accepted before is committed, states are "
     "stored by its rule), each pass one CUDA graph from the copy of its inputs to the copy of its results: embedding, "
@@ -67,7 +65,7 @@ def run(say: Callable[[str], None], save: Callable[[Report], None], *, with_libr
         _engine(made, found, weights, mode)
         save(_with_goals(made, found))
     say("prefill and the library")
-    _prefill(made, found, weights, with_library=with_library, say=say)
+    measure_prompts(made, found, weights, say, lambda: save(_with_goals(made, found)), with_library=with_library)
     made.notes["clocks after"] = device.clocks()
     return _with_goals(made, found)
 
@@ -139,63 +137,3 @@ def _overhead(engine: Engine) -> float:
     memory = engine.memory
     assert isinstance(memory, GpuMemoryAccount)
     return memory.overhead(64, 16)
-
-
-def _prefill(
-    made: Report, found: Measured, weights: GpuWeights, *, with_library: bool, say: Callable[[str], None]
-) -> None:
-    timed: dict[str, Callable[[], None]] = {OURS: _our_prefill(weights)}
-    if with_library:
-        try:
-            model = library.library_model(SHAPE)
-        except MissingLibraryError as error:
-            made.notes["left out"] = str(error)
-        else:
-            for name, samples in _library_decoding(made, model, say).items():
-                made.rows.append(Row.of("flash-linear-attention, 1 session", name, samples, "ms"))
-            timed[LIBRARY] = library.prefill(model, PREFILL_TOKENS)
-    found.prefill = _milliseconds(timed, LIBRARY_ROUNDS)
-    for name, samples in found.prefill.items():
-        made.rows.append(Row.of("prefill", f"{PREFILL_TOKENS:,} tokens, {name}", samples, "ms"))
-
-
-def _our_prefill(weights: GpuWeights) -> Callable[[], None]:
-    engine = engine_of(weights, "exact", sessions=1, max_rows=16)
-    prompt = [(7 * i) % 32_000 for i in range(PREFILL_TOKENS + 1)]
-
-    def prefill() -> None:
-        session = engine.open(b"", prompt, [], SAMPLING, Stopping(max_tokens=8))
-        while not engine.prefill(session, engine.config.chunk_tokens):
-            pass
-        engine.release(session)
-
-    return prefill
-
-
-def _library_decoding(made: Report, model: object, say: Callable[[str], None]) -> Mapping[str, Sequence[float]]:
-    say("  the library's generate")
-    found = {"generate as shipped, a token": [us / 1e3 for us in library.generate_us(model, LIBRARY_ROUNDS)]}
-    try:
-        step = library.captured_step(model)
-    except Exception as error:
-        made.notes["library in a CUDA graph"] = f"not captured: {type(error).__name__}: {str(error).splitlines()[0]}"
-    else:
-        found["a step in a CUDA graph"] = _milliseconds({"": step}, LIBRARY_ROUNDS)[""]
-    return found
-
-
-def _milliseconds(timed: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Of each, in turns, the device's queue empty before and after."""
-    found: dict[str, list[float]] = {name: [] for name in timed}
-    for run in timed.values():
-        run()
-    for _ in range(rounds):
-        for name, run in timed.items():
-            torch.cuda.synchronize()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            found[name].append(float(begin.elapsed_time(end)))
-    return found

@@ -1,6 +1,6 @@
 """The convolution, norms and gates of many consecutive tokens: what convolution.py does for a tree's rows.
 
-A row's taps are the rows before it; above the first row they go on through the raw inputs that the session's pool
+A row's taps are the rows before it; above a text's first row they go on through the raw inputs that the session's pool
 keeps. The last W - 1 rows' raw inputs go to the pool, where they are the next rows' history.
 """
 
@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specla.kernels.gpu.chunk_batch import CHUNK, ChunkBatch
 from specla.kernels.gpu.convolution import L2_EPS, ConvolutionParameters
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.maths import log1p_unit
 from specla.kernels.gpu.norms import MODEL_DTYPES
 
-_ROWS = 16  # a program
+_ROWS = 16  # a program, all of one block and so of one text
 _WARPS = 4
 _ALIGNED = 16  # bytes
 
@@ -54,7 +55,7 @@ def _keep(p_pool_x, p_kept, kept, i_kept, o_channel, raw, mask, D: tl.constexpr)
 
 @triton.jit
 def _keys_and_queries(
-    p_x, p_weight, p_pool_x, p_history, p_kept, p_q, p_k, i_row, i_head, T, P, kept,
+    p_x, p_weight, p_pool_x, p_history, p_kept, p_q, p_k, i_row, i_head, T, kept,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PITCH: tl.constexpr, BK: tl.constexpr,
     X_STRIDE: tl.constexpr, Q_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +65,7 @@ def _keys_and_queries(
     y, raw = _convolved(p_x, p_weight, p_pool_x, p_history, i_row, o_channel, i_row < T, o_k < K, D, X_STRIDE, W)
     y = y / tl.sqrt(tl.sum(y * y, 1) + EPS)[:, None]
     o_key = i_row.to(tl.int64) * (H * PITCH) + o_k
-    mask = (i_row < P) & (o_k < PITCH)
+    mask = o_k < PITCH
     if i_head < H:
         tl.store(p_q + o_key + i_head * PITCH, (y * Q_SCALE).to(p_q.dtype.element_ty), mask=mask)
     else:
@@ -74,7 +75,7 @@ def _keys_and_queries(
 
 @triton.jit
 def _values(
-    p_x, p_weight, p_pool_x, p_history, p_kept, p_v, i_row, i_head, T, P, kept,
+    p_x, p_weight, p_pool_x, p_history, p_kept, p_v, i_row, i_head, T, kept,
     HV: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
     X_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -84,14 +85,14 @@ def _values(
     y, raw = _convolved(
         p_x, p_weight, p_pool_x, p_history, i_row, FIRST + o_value, i_row < T, o_v < V, D, X_STRIDE, W
     )  # fmt: skip
-    mask = (i_row < P) & (o_v < V)
+    mask = o_v < V
     tl.store(p_v + i_row.to(tl.int64) * (HV * V) + o_value, y.to(p_v.dtype.element_ty), mask=mask)
     _keep(p_pool_x, p_kept, kept, i_row - (T - kept), FIRST + o_value, raw, o_v < V, D)
 
 
 @triton.jit
 def _gates(
-    p_a, p_b, p_a_log, p_dt_bias, p_g, p_beta, i_row, T, P,
+    p_a, p_b, p_a_log, p_dt_bias, p_g, p_beta, i_row, T,
     HV: tl.constexpr, BH: tl.constexpr, GATE_STRIDE: tl.constexpr, BETA_SCALE: tl.constexpr,
 ):  # fmt: skip
     """All heads' gates."""
@@ -104,38 +105,50 @@ def _gates(
     pre = a + tl.load(p_dt_bias + o_h, mask=o_h < HV, other=0.0)
     g = -tl.exp(rate) * (tl.maximum(pre, 0.0) + log1p_unit(tl.exp(-tl.abs(pre))))
     beta = BETA_SCALE / (1.0 + tl.exp(-b))
-    mask = (i_row < P) & (o_h < HV)
+    mask = o_h < HV
     tl.store(p_g + i_row * HV + o_h, tl.where(used, g, 0.0), mask=mask)
     tl.store(p_beta + i_row * HV + o_h, tl.where(used, beta, 0.0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "P", "kept"])
+@triton.jit(do_not_specialize=["pool_rows"])
 def chunk_convolution_kernel(
-    p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_x, p_history, p_kept, p_q, p_k, p_v, p_g, p_beta, T, P, kept,
+    p_x, p_a, p_b, p_weight, p_a_log, p_dt_bias, p_pool_x, p_history, p_kept, p_owner, p_texts,
+    p_q, p_k, p_v, p_g, p_beta, pool_rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     PITCH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
-    X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
     Q_SCALE: tl.constexpr, BETA_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (2 H + HV + 1, blocks of rows): heads of q, of k and of v, then all heads' gates.
+    """Grid (2 H + HV + 1, ROWS rows each): heads of q, of k and of v, then all heads' gates.
 
-    Columns past a head's width, up to the pitch of q and k, are zeros, and so are rows past T.
+    Columns past a head's width, up to the pitch of q and k, are zeros, and so are rows of a block behind its text.
     """
     D: tl.constexpr = 2 * H * K + HV * V
-    i_head = tl.program_id(0)
-    i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    i_head, i_first = tl.program_id(0), tl.program_id(1) * ROWS
+    owner = tl.load(p_owner + i_first // BLOCK)
+    if owner < 0:
+        return
+    first, T = tl.load(p_texts + 3 * owner).to(tl.int64), tl.load(p_texts + 3 * owner + 1)
+    p_pool_x += tl.load(p_texts + 3 * owner + 2).to(tl.int64) * pool_rows * D
+    p_history += owner * (W - 1)
+    p_kept += owner * (W - 1)
+    kept = tl.minimum(T, W - 1)
+    i_row = i_first - first.to(tl.int32) + tl.arange(0, ROWS)[:, None]  # [ROWS, 1], from the text's first on
     if i_head < 2 * H:
         _keys_and_queries(
-            p_x, p_weight, p_pool_x, p_history, p_kept, p_q, p_k, i_row, i_head, T, P, kept,
-            H, K, D, W, PITCH, BK, X_STRIDE, Q_SCALE, EPS,
+            p_x + first * X_STRIDE, p_weight, p_pool_x, p_history, p_kept, p_q + first * (H * PITCH),
+            p_k + first * (H * PITCH), i_row, i_head, T, kept, H, K, D, W, PITCH, BK, X_STRIDE, Q_SCALE, EPS,
         )  # fmt: skip
     elif i_head < 2 * H + HV:
         _values(
-            p_x, p_weight, p_pool_x, p_history, p_kept, p_v, i_row, i_head - 2 * H, T, P, kept,
-            HV, V, 2 * H * K, D, W, BV, X_STRIDE,
+            p_x + first * X_STRIDE, p_weight, p_pool_x, p_history, p_kept, p_v + first * (HV * V),
+            i_row, i_head - 2 * H, T, kept, HV, V, 2 * H * K, D, W, BV, X_STRIDE,
         )  # fmt: skip
     else:
-        _gates(p_a, p_b, p_a_log, p_dt_bias, p_g, p_beta, i_row, T, P, HV, BH, GATE_STRIDE, BETA_SCALE)
+        _gates(
+            p_a + first * GATE_STRIDE, p_b + first * GATE_STRIDE, p_a_log, p_dt_bias, p_g + first * HV,
+            p_beta + first * HV, i_row, T, HV, BH, GATE_STRIDE, BETA_SCALE,
+        )  # fmt: skip
 
 
 def chunk_convolution(
@@ -144,35 +157,34 @@ def chunk_convolution(
     b: Tensor,
     parameters: ConvolutionParameters,
     pool_x: Tensor,
-    history: Tensor,
-    kept: Tensor,
+    batch: ChunkBatch,
     out: LayerRows,
 ) -> None:
-    """Fills `out` with T consecutive tokens of one session, by the formulas of `tree_convolution`.
+    """Fills `out` with consecutive tokens of each text, by the formulas of `tree_convolution`.
 
     Args:
-        x: model dtype [T, D], raw inputs of q, k and v side by side; rows may stand apart, by multiples of 16 bytes.
-        a, b: model dtype or float32 [T, HV], projections for decay and writing strength; rows may stand apart equally.
+        x: model dtype [R, D], raw inputs of q, k and v side by side; rows may stand apart, by multiples of 16 bytes.
+        a, b: model dtype or float32 [R, HV], projections for decay and writing strength; rows may stand apart equally.
         parameters: the layer's weights.
-        pool_x: model dtype [F, D], the raw inputs in the session's pool.
-        history: int32 [W - 1], pool rows of the tokens before, oldest first; -1 for the zeros before a text.
-        kept: int32 [min(W - 1, T)], pool rows that the last tokens' raw inputs are written to; none of `history`.
-        out: where the rows go, T or more of each; those past T become zeros, and so do columns of q and k past the
-            key width, which x tells.
+        pool_x: model dtype [slots, F, D], the raw inputs in the sessions' pools.
+        batch: which rows belong to which slot's text, what comes before it, and where its last raw inputs go.
+        out: where the rows go. Of a text's last block the rows behind the text become zeros, and so do columns of q
+            and k past the key width, which x tells; blocks of no text are left alone.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
-    _check(x, a, b, parameters, pool_x, history, kept, out)
+    _check(x, a, b, parameters, pool_x, batch, out)
     rows, heads, pitch = out.q.shape
     value_heads, value_width = out.v.shape[1:]
     key_width = (x.shape[1] - value_heads * value_width) // (2 * heads)
     chunk_convolution_kernel[(2 * heads + value_heads + 1, triton.cdiv(rows, _ROWS))](
-        x, a, b, parameters.weight, parameters.a_log, parameters.dt_bias, pool_x, history, kept, *out,
-        len(x), rows, len(kept),
+        x, a, b, parameters.weight, parameters.a_log, parameters.dt_bias, pool_x,
+        batch.history, batch.places, batch.owner, batch.texts, *out, pool_x.shape[1],
         H=heads, HV=value_heads, K=key_width, V=value_width, W=parameters.weight.shape[0],
         PITCH=pitch, BK=triton.next_power_of_2(pitch), BV=triton.next_power_of_2(value_width),
-        BH=triton.next_power_of_2(value_heads), ROWS=_ROWS, X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
+        BH=triton.next_power_of_2(value_heads), ROWS=_ROWS, BLOCK=CHUNK,
+        X_STRIDE=x.stride(0), GATE_STRIDE=a.stride(0),
         Q_SCALE=key_width**-0.5, BETA_SCALE=2.0 if parameters.allow_neg_eigval else 1.0, EPS=L2_EPS, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -183,25 +195,22 @@ def _check(
     b: Tensor,
     parameters: ConvolutionParameters,
     pool_x: Tensor,
-    history: Tensor,
-    kept: Tensor,
+    batch: ChunkBatch,
     out: LayerRows,
 ) -> None:
-    tokens, (rows, heads, pitch), taps = len(x), out.q.shape, parameters.weight.shape[0]
+    (rows, heads, pitch), taps = out.q.shape, parameters.weight.shape[0]
     value_heads, value_width = out.v.shape[1:]
     key_width = (x.shape[1] - value_heads * value_width) // (2 * heads)
     channels = 2 * heads * key_width + value_heads * value_width
-    model, single, index = (x.dtype,), (torch.float32,), (torch.int32,)
+    model, single = (x.dtype,), (torch.float32,)
     wanted = {
-        "x": (x, (tokens, channels), MODEL_DTYPES),
-        "a": (a, (tokens, value_heads), (*model, *single)),
-        "b": (b, (tokens, value_heads), (*model, *single)),
+        "x": (x, (rows, channels), MODEL_DTYPES),
+        "a": (a, (rows, value_heads), (*model, *single)),
+        "b": (b, (rows, value_heads), (*model, *single)),
         "weight": (parameters.weight, (taps, channels), single),
         "a_log": (parameters.a_log, (value_heads,), single),
         "dt_bias": (parameters.dt_bias, (value_heads,), single),
-        "pool_x": (pool_x, (pool_x.shape[0], channels), model),
-        "history": (history, (taps - 1,), index),
-        "kept": (kept, (min(taps - 1, tokens),), index),
+        "pool_x": (pool_x, (*pool_x.shape[:2], channels), model),
         "out.q": (out.q, (rows, heads, pitch), model),
         "out.k": (out.k, (rows, heads, pitch), model),
         "out.v": (out.v, (rows, value_heads, value_width), model),
@@ -210,15 +219,14 @@ def _check(
     }
     if not 0 < key_width <= pitch:
         raise ValueError(f"x is {list(x.shape)} for {heads} heads of q and k of {pitch}: give them their width or more")
-    if not 0 < tokens <= rows:
-        raise ValueError(f"{tokens} rows of x and {rows} of out: give at least one, and as many places or more")
+    batch.check(rows, x.device, taps)
     for name, (tensor, shape, dtypes) in wanted.items():
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
         apart = name in ("x", "a", "b")
         lies = tensor.stride(-1) == 1 if apart else tensor.is_contiguous()
-        if name not in ("a", "b", "history", "kept"):
+        if name not in ("a", "b"):
             step = tensor.stride(0) * tensor.element_size() if apart else 0
             lies &= not (tensor.data_ptr() % _ALIGNED or step % _ALIGNED)
         if not lies or tensor.device != x.device:

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule on a GPU: consecutive tokens of one session in two launches a layer.
+"""The chunked gated delta rule on a GPU: consecutive tokens of one session, or several, in two launches a layer.
 
 Within a chunk of C tokens every factor u depends on those before it through a unit lower triangular system (I + A). The
 first launch solves it for all chunks and heads at once. The second walks through the chunks in order, each program with
@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specla.kernels.gpu.chunk_batch import CHUNK, ChunkBatch
 from specla.kernels.gpu.chunk_scan import launch_scan, scans
 from specla.kernels.gpu.layer_rows import LayerRows
-
-CHUNK = 64
-"""Rows are filled up to a multiple of it, which the tokens of a chunk divide whatever the dtype."""
 
 _WIDE_CHUNK = 16  # in float32, whose tiles of 64 rows do not fit
 _KEYS = 64  # columns of k and q that the first launch takes at a time
@@ -147,11 +145,14 @@ def _store_square(p, x, o_square, half_stride, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["half_stride", "decay_stride"])
 def chunk_solve_kernel(
-    p_q, p_k, p_g, p_beta, p_inverse, p_scores, p_decay, half_stride, decay_stride,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
+    p_q, p_k, p_g, p_beta, p_inverse, p_scores, p_decay, p_owner, half_stride, decay_stride,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (HV, chunks)."""
     i_h, i_n = tl.program_id(0), tl.program_id(1)
+    if tl.load(p_owner + i_n * C // BLOCK) < 0:
+        return
     o_c = tl.arange(0, C)
     o_gate = i_n * (C * HV) + i_h
     g = tl.load(p_g + o_gate + o_c * HV)
@@ -182,21 +183,25 @@ def chunk_solve_kernel(
     _store_square(p_inverse + o_block * (C * C), inverse, o_square, half_stride, SPLIT)
 
 
-@triton.jit(do_not_specialize=["chunks", "half_stride", "decay_stride"])
+@triton.jit(do_not_specialize=["half_stride", "decay_stride"])
 def chunk_scan_kernel(
-    p_q, p_k, p_v, p_inverse, p_scores, p_decay, p_state, p_o, chunks, half_stride, decay_stride,
+    p_q, p_k, p_v, p_inverse, p_scores, p_decay, p_states, p_o, p_texts, half_stride, decay_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of V, HV). KEYS: the state's K."""
+    """Grid (tiles of V, HV, texts). KEYS: the state's K."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     i_v, i_h = tl.program_id(0), tl.program_id(1)
+    p_texts += 3 * tl.program_id(2)
+    first, tokens = tl.load(p_texts), tl.load(p_texts + 1)
+    if tokens == 0:
+        return
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
     o_square = o_c[:, None] * C + o_c[None, :]
     o_key = o_c[:, None] * (H * K) + o_k[None, :]  # [C, BK]
     o_value = o_c[:, None] * (HV * V) + o_v  # [C, BV]
-    p_state += i_h.to(tl.int64) * (KEYS * V)
+    p_state = p_states + (tl.load(p_texts + 2).to(tl.int64) * HV + i_h) * (KEYS * V)
     o_state = o_k[:, None] * V + o_v
     m_state = (o_k < KEYS)[:, None] & (o_v < V)
     p_q += i_h // (HV // H) * K
@@ -204,8 +209,8 @@ def chunk_scan_kernel(
     p_v += i_h * V
     p_o += i_h * V
     s = tl.load(p_state + o_state, mask=m_state, other=0.0)  # [BK, BV]
-    for i_n in range(chunks):
-        o_row = i_n * C
+    for i_n in range(tl.cdiv(tokens, C)):
+        o_row = first + i_n * C
         k = _load(p_k + o_row * (H * K) + o_key, o_k[None, :], K, BK)
         q = _load(p_q + o_row * (H * K) + o_key, o_k[None, :], K, BK)
         v = _load(p_v + o_row * (HV * V) + o_value, o_v, V, BV).to(tl.float32)
@@ -239,48 +244,49 @@ def chunk_scan_kernel(
     tl.store(p_state + o_state, s, mask=m_state)
 
 
-def chunk_delta_rule(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor) -> None:
-    """Runs consecutive tokens of one session and leaves the state that stands after them.
+def chunk_delta_rule(rows: LayerRows, states: Tensor, batch: ChunkBatch, workspace: ChunkWorkspace, o: Tensor) -> None:
+    """Runs consecutive tokens of each text and leaves the states that stand after them.
 
     For each head: S <- e^g S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q.
 
     Args:
-        rows: the tokens, in order; q normalised and scaled, g from -inf to 0, beta 0 to 2. T is a multiple of `CHUNK`:
-            rows of zeros behind the last token fill it up and leave the state as it is. The width of q and k is
-            `key_pitch` or, in any other form than the usual one, K; columns past K are zeros.
-        state: float32 [HV, K, V], read and written.
-        workspace: for T tokens or more.
-        o: float32 or the model's dtype [T, HV, V].
+        rows: the batch's rows; q normalised and scaled, g from -inf to 0, beta 0 to 2. Rows of zeros behind a text's
+            last token fill its last block up and leave the state as it is. The width of q and k is `key_pitch` or, in
+            any other form than the usual one, K; columns past K are zeros.
+        states: float32 [slots, HV, K, V], those of the texts' slots read and written.
+        batch: which rows belong to which slot's text.
+        workspace: for R tokens or more.
+        o: float32 or the model's dtype [R, HV, V]; rows of no text are left alone or set to zeros.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
-    _check(rows, state, workspace, o)
+    _check(rows, states, batch, workspace, o)
     tokens, heads, pitch = rows.q.shape
     value_heads, value_width = rows.v.shape[1:]
     chunk, dtype = workspace.scores.shape[-1], rows.k.dtype
-    chunks = tokens // chunk
     strides = workspace.inverse.stride(0), workspace.decay.stride(0)
     split = halves_of(dtype) == 2
-    chunk_solve_kernel[(value_heads, chunks)](
-        rows.q, rows.k, rows.g, rows.beta, *workspace, *strides,
-        H=heads, HV=value_heads, K=pitch, BK=min(_KEYS, triton.next_power_of_2(pitch)), C=chunk, SPLIT=split,
-        num_warps=_SOLVE_WARPS,
+    chunk_solve_kernel[(value_heads, tokens // chunk)](
+        rows.q, rows.k, rows.g, rows.beta, *workspace, batch.owner, *strides,
+        H=heads, HV=value_heads, K=pitch, BK=min(_KEYS, triton.next_power_of_2(pitch)), C=chunk, BLOCK=CHUNK,
+        SPLIT=split, num_warps=_SOLVE_WARPS,
     )  # fmt: skip
-    if state.is_cuda and not triton.knobs.runtime.interpret and scans(pitch, dtype):
-        launch_scan(rows.q, rows.k, rows.v, *workspace, state, o)
+    if states.is_cuda and not triton.knobs.runtime.interpret and scans(pitch, dtype):
+        launch_scan(rows.q, rows.k, rows.v, *workspace, states, o, batch.texts)
         return
-    chunk_scan_kernel[(triton.cdiv(value_width, _COLUMNS), value_heads)](
-        rows.q, rows.k, rows.v, *workspace, state, o, chunks, *strides,
-        H=heads, HV=value_heads, K=pitch, KEYS=state.shape[1], V=value_width, BK=triton.next_power_of_2(pitch),
+    chunk_scan_kernel[(triton.cdiv(value_width, _COLUMNS), value_heads, len(batch.texts))](
+        rows.q, rows.k, rows.v, *workspace, states, o, batch.texts, *strides,
+        H=heads, HV=value_heads, K=pitch, KEYS=states.shape[2], V=value_width, BK=triton.next_power_of_2(pitch),
         BV=_COLUMNS, C=chunk, SPLIT=split, num_warps=_SCAN_WARPS,
     )  # fmt: skip
 
 
-def _check(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor) -> None:
+def _check(rows: LayerRows, states: Tensor, batch: ChunkBatch, workspace: ChunkWorkspace, o: Tensor) -> None:
     tokens, heads, pitch = rows.q.shape
     value_heads, value_width = rows.v.shape[1:]
-    key_width = min(pitch, state.shape[1])
+    key_width = min(pitch, states.shape[2])
+    batch.check(tokens, states.device)
     model, single = (rows.k.dtype,), (torch.float32,)
     halves, room, _, chunk, _ = workspace.scores.shape
     squares = (halves, room, value_heads, chunk, chunk)
@@ -290,7 +296,7 @@ def _check(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor)
         "v": (rows.v, (tokens, value_heads, value_width), model),
         "g": (rows.g, (tokens, value_heads), single),
         "beta": (rows.beta, (tokens, value_heads), single),
-        "state": (state, (value_heads, key_width, value_width), single),
+        "states": (states, (states.shape[0], value_heads, key_width, value_width), single),
         "workspace.inverse": (workspace.inverse, squares, model),
         "workspace.scores": (workspace.scores, squares, model),
         "workspace.decay": (workspace.decay, (2, room, value_heads, chunk), single),
@@ -312,8 +318,8 @@ def _check(rows: LayerRows, state: Tensor, workspace: ChunkWorkspace, o: Tensor)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give {allowed} {list(shape)}")
-        if not tensor.is_contiguous() or tensor.device != state.device or tensor.data_ptr() % _ALIGNED:
+        if not tensor.is_contiguous() or tensor.device != states.device or tensor.data_ptr() % _ALIGNED:
             raise ValueError(
                 f"{name} on {tensor.device} with strides {tensor.stride()}: give a contiguous tensor on "
-                f"{state.device} that starts at a multiple of {_ALIGNED} bytes"
+                f"{states.device} that starts at a multiple of {_ALIGNED} bytes"
             )

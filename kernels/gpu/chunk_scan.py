@@ -67,21 +67,22 @@ def _visible():
 
 
 @gluon.jit
-def _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, o_key, o_value, i_h, wanted,
+def _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, first, o_key, o_value, i_h, wanted,
          C: gl.constexpr, HV: gl.constexpr, LOWER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Has chunk i on its way to its place in the ring."""
+    """Has the text's chunk i, which is chunk `first` + i of all, on its way to its place in the ring."""
     at = i % STAGES
     bar = ready.index(at)
-    o_square = (i * HV + i_h) * C
+    o_row = (first + i) * C
+    o_square = o_row * HV + i_h * C
     BYTES: gl.constexpr = (
         k.block_type.nbytes + q.block_type.nbytes + v.block_type.nbytes + 2 * inverse.block_type.nbytes
     )
     mbarrier.expect(bar, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(k, [i * C, o_key], bar, at_k.index(at), pred=wanted)
-    tma.async_copy_global_to_shared(v, [i * C, o_value], bar, at_v.index(at), pred=wanted)
+    tma.async_copy_global_to_shared(k, [o_row, o_key], bar, at_k.index(at), pred=wanted)
+    tma.async_copy_global_to_shared(v, [o_row, o_value], bar, at_v.index(at), pred=wanted)
     tma.async_copy_global_to_shared(inverse, [o_square, 0], bar, at_inverse.index(2 * at), pred=wanted)
     tma.async_copy_global_to_shared(inverse, [LOWER + o_square, 0], bar, at_inverse.index(2 * at + 1), pred=wanted)
-    tma.async_copy_global_to_shared(q, [i * C, o_key], bar, at_q.index(at), pred=wanted)
+    tma.async_copy_global_to_shared(q, [o_row, o_key], bar, at_q.index(at), pred=wanted)
 
 
 @gluon.jit
@@ -100,17 +101,24 @@ def _product_of_halves(a_upper, a_lower, b_upper, b_lower, acc, FIRST: gl.conste
     return warpgroup_mma(a_upper, b_upper, acc, is_async=True)
 
 
-@gluon.jit(do_not_specialize=["chunks", "decay_stride"])
+@gluon.jit(do_not_specialize=["decay_stride"])
 def chunk_scan_streamed_kernel(
-    q, k, v, inverse, scores, p_decay, p_state, p_o, chunks, decay_stride,
+    q, k, v, inverse, scores, p_decay, p_states, p_o, p_texts, decay_stride,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KEYS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     C: gl.constexpr, LOWER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid (V / BV, HV). LOWER: rows of `inverse` and `scores` before their lower halves. KEYS: the state's K."""
+    """Grid (V / BV, HV, texts).
+
+    LOWER: rows of `inverse` and `scores` before their lower halves. KEYS: the state's K.
+    """
     DTYPE: gl.constexpr = k.dtype
     P: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, P)
     i_v, i_h = gl.program_id(0), gl.program_id(1)
+    p_texts += 3 * gl.program_id(2)
+    first = gl.load(p_texts) // C
+    chunks = (gl.load(p_texts + 1) + C - 1) // C
+    p_state = p_states + gl.load(p_texts + 2).to(gl.int64) * (HV * KEYS * V)
     o_key, o_value = i_h // (HV // H) * K, i_h * V + i_v * BV
     col = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, P)), 0)
     row = gl.arange(0, C, layout=ROW)
@@ -133,11 +141,13 @@ def chunk_scan_streamed_kernel(
         mbarrier.init(ready.index(i), count=1)
     _visible()
     for i in gl.static_range(STAGES):
-        _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, o_key, o_value, i_h, i < chunks,
+        _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, first, o_key, o_value, i_h, i < chunks,
              C, HV, LOWER, STAGES)  # fmt: skip
-    _ask_scores(scores, at_scores, ready.index(STAGES), i_h * C, True, LOWER)
-    s = gl.load(p_state + o_s, mask=o_k < KEYS, other=0.0)  # [K, BV]
-    p_decay += i_h * C
+    _ask_scores(scores, at_scores, ready.index(STAGES), (first * HV + i_h) * C, chunks > 0, LOWER)
+    of_text = (o_k < KEYS) & (chunks > 0)
+    s = gl.load(p_state + o_s, mask=of_text, other=0.0)  # [K, BV]
+    p_decay += (first * HV + i_h) * C
+    p_o += first * (C * HV * V)
     from_start = gl.load(p_decay + row)
     to_end = gl.load(p_decay + decay_stride + row)
     whole = gl.load(p_decay + C - 1)
@@ -174,29 +184,36 @@ def chunk_scan_streamed_kernel(
         )
         s, o = warpgroup_mma_wait(0, deps=[s, o])
         barrier()  # all have read the chunk
-        _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + STAGES, o_key, o_value, i_h,
-             i + STAGES < chunks, C, HV, LOWER, STAGES)  # fmt: skip
-        o_square = ((i + 1) * HV + i_h) * C
+        _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + STAGES, first, o_key, o_value,
+             i_h, i + STAGES < chunks, C, HV, LOWER, STAGES)  # fmt: skip
+        o_square = ((first + i + 1) * HV + i_h) * C
         _ask_scores(scores, at_scores, ready.index(STAGES), o_square, i + 1 < chunks, LOWER)
         gl.store(p_o + i * (C * HV * V) + o_o, o.to(p_o.dtype.element_ty))
         from_start, to_end, whole = next_from_start, next_to_end, next_whole
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(ready.index(i))
-    gl.store(p_state + o_s, s, mask=o_k < KEYS)
+    gl.store(p_state + o_s, s, mask=of_text)
 
 
 def launch_scan(
-    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, scores: Tensor, decay: Tensor, state: Tensor, o: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inverse: Tensor,
+    scores: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    o: Tensor,
+    texts: Tensor,
 ) -> None:
     """`chunk_delta.chunk_delta_rule`'s second launch; the arguments are checked there."""
     rows, heads, key_width = k.shape
     value_heads, value_width = v.shape[1:]
     chunk, columns = scores.shape[-1], _columns(key_width, value_width, value_heads, v.device)
-    chunk_scan_streamed_kernel[(value_width // columns, value_heads)](
+    chunk_scan_streamed_kernel[(value_width // columns, value_heads, len(texts))](
         _tiles(q, rows, chunk, key_width), _tiles(k, rows, chunk, key_width), _tiles(v, rows, chunk, columns),
-        _tiles(inverse, -1, chunk, chunk), _tiles(scores, -1, chunk, chunk), decay, state, o, rows // chunk,
-        decay.stride(0),
-        H=heads, HV=value_heads, K=key_width, KEYS=state.shape[1], V=value_width, BV=columns, C=chunk,
+        _tiles(inverse, -1, chunk, chunk), _tiles(scores, -1, chunk, chunk), decay, states, o, texts, decay.stride(0),
+        H=heads, HV=value_heads, K=key_width, KEYS=states.shape[2], V=value_width, BV=columns, C=chunk,
         LOWER=scores.stride(0) // chunk, STAGES=1 if key_width == 512 else 2, num_warps=_WARPS,
     )  # fmt: skip
 

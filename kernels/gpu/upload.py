@@ -35,7 +35,9 @@ class Upload:
         buffer: int32 [words] on the device; its address never changes, so that a captured graph may read it.
     """
 
-    def __init__(self, words: int, device: torch.device | str, *, within: Upload | None = None) -> None:
+    def __init__(
+        self, words: int, device: torch.device | str, *, within: Upload | None = None, into: Tensor | None = None
+    ) -> None:
         """All zeros, here and there.
 
         Args:
@@ -43,6 +45,8 @@ class Upload:
             device: where they go.
             within: another one, whose next free words these are. It sends all its parts at once: `send` of a part does
                 nothing.
+            into: int32 [words] on the device, where another one's words go as well: the host then writes one while
+                the other is still being copied.
 
         Raises:
             ValueError: the other one has no room for so many.
@@ -61,7 +65,7 @@ class Upload:
         self._host = torch.zeros(room, dtype=torch.int32, pin_memory=on_gpu)[:words]
         self._words = self._host.numpy()
         self._sent = torch.cuda.Event() if on_gpu else None
-        self.buffer = torch.zeros(room, dtype=torch.int32, device=device)[:words]
+        self.buffer = torch.zeros(room, dtype=torch.int32, device=device)[:words] if into is None else into
 
     @staticmethod
     def room(*parts: int) -> int:

@@ -168,6 +168,19 @@ def test_features_are_those_of_the_committed_text(engine: Engine) -> None:
     assert torch.allclose(plain.values[:, 2].double() @ head.T, logits[plain.from_position : last + 1], atol=1e-4)
 
 
+def test_features_of_a_long_prompt_are_those_of_its_end(tiny_target: Path, device: str) -> None:
+    """Chunks that lie before the window keep nothing."""
+    engine, prompt = engine_of(tiny_target, prefill_chunk=48, device=device), random_prompt(VOCAB, 200, seed=9)
+    found = []
+    for window in (1000, 60):
+        session = open_ready(engine, prompt, resumed=[5, 6], keep=FeatureWindow(layers=(0, -1), window=window))
+        found.append(engine.features(session, 0, 1000))
+        engine.release(session)
+    assert [len(x.values) for x in found] == [201, 60]
+    assert found[1].from_position == 141
+    assert torch.equal(found[0].values[141:], found[1].values)
+
+
 def test_features_of_a_session_that_keeps_none(engine: Engine) -> None:
     session = open_ready(engine, [1, 2, 3])
     assert engine.features(session, 0, 2).values.shape == (0, 0, 64)

@@ -9,22 +9,28 @@ from specla.verifier_service.features import FeatureRing, FeatureWindow
 
 @given(
     st.integers(1, 9),
-    st.lists(st.integers(1, 25), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8),
     st.integers(0, 120),
     st.integers(0, 120),
 )
-def test_ring_keeps_the_last_positions(window: int, counts: list[int], start: int, stop: int) -> None:
+def test_ring_keeps_the_last_positions(window: int, counts: list[tuple[int, bool]], start: int, stop: int) -> None:
+    """Of those behind the last ones that were passed over."""
     ring = FeatureRing(FeatureWindow((0, 1), window), hidden_size=3)
     recorded: list[torch.Tensor] = []
-    for count in counts:
+    begin = 0
+    for count, skipped in counts:
         base = len(recorded)
         states = torch.arange(base, base + count).float()[:, None, None] + torch.tensor([0.0, 0.5])[None, :, None]
         states = states.expand(count, 2, 3)
-        ring.record([states[:, 0], states[:, 1]])
+        if skipped:
+            ring.skip(count)
+            begin = base + count
+        else:
+            ring.record([states[:, 0], states[:, 1]])
         recorded += states.unbind(0)
     assert ring.end == len(recorded)
     found = ring.read(start, stop)
-    first = max(start, len(recorded) - window)
+    first = max(start, len(recorded) - window, begin)
     wanted = recorded[first : min(stop, len(recorded))]
     assert found.from_position == first
     assert found.values.shape == (len(wanted), 2, 3)

@@ -25,11 +25,17 @@ class Prepares(CpuBackend):
         super().__init__(weights, store)
         self.made, self.room = [], room
 
+    def usual_chunks(self) -> list[int]:
+        return [64]
+
+    def prepare_chunk(self, tokens: int) -> None:
+        self.made.append(tokens)
+
     def usual_batches(self) -> list[list[Topology]]:
         return [[Topology.root_only()] * sessions for sessions in (1, 2, 4)]
 
     def prepare(self, topologies: Sequence[Topology]) -> None:
-        if len(self.made) == self.room:
+        if len(self.made) == self.room + 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.made.append(len(topologies))
 
@@ -50,12 +56,12 @@ def test_usual_passes_are_made_and_said(engine_with: Callable[[int], tuple[Engin
     engine, backend = engine_with(99)
     with capture_logs() as logs:
         prepare(engine)
-    assert backend.made == [1, 2, 4]
-    assert [(line["event"], line["passes"]) for line in logs] == [("passes_ready", 3)]
+    assert backend.made == [64, 1, 2, 4]
+    assert [(line["event"], line["passes"]) for line in logs] == [("passes_ready", 4)]
 
 
 def test_no_room_for_them_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
-    with pytest.raises(InvalidRequestError, match="no room for more than 2 of") as caught:
+    with pytest.raises(InvalidRequestError, match="no room for more than 3 of") as caught:
         pass_times_of(engine_with(2)[0], lambda: 0.0)
     assert caught.value.field == "memory_mib"
     assert "smaller memory_mib" in caught.value.hint

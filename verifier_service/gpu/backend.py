@@ -17,6 +17,7 @@ from specla.kernels.gpu.selector import LayerShape, Mode, Selector
 from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row, row_logprobs
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch
+from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.gpu.buckets import (
     MOST_PENDING,
@@ -27,8 +28,9 @@ from specla.verifier_service.gpu.buckets import (
     usual_batches,
 )
 from specla.verifier_service.gpu.buffers import MOST_ENTRIES, PassBuffers
+from specla.verifier_service.gpu.chunk_buffers import prefill_bytes
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
-from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
+from specla.verifier_service.gpu.prefill import LaunchedChunks, Prefill
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 
@@ -65,7 +67,7 @@ class GpuBackend:
             slots: sessions at once.
             max_rows: rows of one session in one pass.
             max_batch_rows: rows of all sessions in one pass, where there are more than roots.
-            prefill_chunk: tokens of one `run_chunk` at the most.
+            prefill_chunk: tokens of one chunk at the most.
         """
         self.chain_rows, self._max_rows = chain_rows(max_rows), max_rows
         rows = max(max_rows, self.chain_rows)
@@ -80,12 +82,12 @@ class GpuBackend:
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
         nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))
         self._arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena)
+        self._memory_of_graphs = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena, self._memory_of_graphs)
         most_entries = min(MOST_ENTRIES, largest.rows * config.vocab_size)
         self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
         self._run_for = lru_cache(maxsize=_BATCHES)(self._find_run)
         self._runs: dict[PassKey, PassRun] = {}
-        self._memory_of_graphs = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @property
     def free_slots(self) -> int:
@@ -124,9 +126,22 @@ class GpuBackend:
                 store.rows[slot].flushed()
         return GpuPassRows(self, run, slots, taken, sampling, adjusted=entries is not None and len(entries) > 0)
 
-    def run_chunk(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
-        """In the chunked form, which advances the stored state itself."""
-        return self._prefill.run(slot, tokens, layers)
+    def goes_together(self, tokens: Sequence[int]) -> bool:
+        """As many as a chunk has rows for, where products are the same in company."""
+        return self._prefill.goes_together(tokens)
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> LaunchedChunks:
+        """In the chunked form, which advances the stored states itself."""
+        return self._prefill.run(chunks)
+
+    def usual_chunks(self) -> list[int]:
+        """Of every size that is captured, where no chain takes its place."""
+        return [size for size in self._prefill.sizes if size > self.chain_rows]
+
+    @torch.inference_mode()
+    def prepare_chunk(self, tokens: int) -> None:
+        """Compile and capture what a chunk needs, before one comes."""
+        self._prefill.prepare(tokens)
 
     def usual_batches(self) -> list[list[Topology]]:
         """Plain decoding and drafts of every size, for one session and twice as many over and over, up to all."""

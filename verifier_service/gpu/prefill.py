@@ -1,222 +1,239 @@
-"""Prefill on a GPU: consecutive tokens of one prompt through the model, in launches made for many rows.
+"""Prefill on a GPU: consecutive tokens of prompts through the model, in launches made for many rows.
 
 A layer's products are plain matrix products; between them run the chunked forms of convolution and recurrence. The
-slot's state is written in place, and the last raw inputs of the convolutions go to its pool. What a chunk computes
-depends on the slot's text and on the chunk alone.
+slots' states are written in place, and the last raw inputs of the convolutions go to their pools. On a GPU the launches
+are captured for a few numbers of rows; what is run takes the least that holds it, and rows behind a text's tokens touch
+nothing. So what a chunk computes depends on the slot's text and on the chunk alone: where products do not depend on the
+number of rows, which is proved on the device, chunks of several sessions go through together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
+from specla.kernels.gpu.chunk_batch import CHUNK, ChunkBatch, ChunkInputs, ChunkText
 from specla.kernels.gpu.chunk_convolution import chunk_convolution
-from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
+from specla.kernels.gpu.chunk_delta import chunk_delta_rule
 from specla.kernels.gpu.chunk_swiglu import chunk_swiglu
-from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.embedding import embed
+from specla.kernels.gpu.factor_pool import FactorPool
+from specla.kernels.gpu.keep_rows import keep_rows
 from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
-from specla.kernels.gpu.upload import Upload
+from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.gpu.arena import Layout
+from specla.verifier_service.gpu.chunk_buffers import ChunkBuffers, filled
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
-from specla.verifier_service.targets.config import GatedDeltaNetConfig
+
+_FEWEST_ROWS = 192
+"""With fewer, which take as long, cuBLAS sums a product in another order."""
 
 
-class ChunkBuffers(NamedTuple):
-    """Activations of a chunk of up to T tokens, shared by all layers and sessions; T is a multiple of the recurrence's.
-
-    The mixer's, from `inputs` to `mixed`, lie where the MLP's lie: no layer needs both at once.
-    """
-
-    stream: Tensor
-    """float32 [T, hidden], the residual stream."""
-    normed: Tensor
-    """model dtype [T, hidden], what goes into a projection."""
-    added: Tensor
-    """model dtype [T, hidden], what a half of a block adds to the stream."""
-    inputs: Tensor
-    """model dtype [T, ...], the mixer's projections (see `InputWidths`)."""
-    rows: LayerRows
-    workspace: ChunkWorkspace
-    o: Tensor
-    """model dtype [T, HV, V], the recurrence's outputs."""
-    mixed: Tensor
-    """model dtype [T, HV V], normed and gated."""
-    gate_up: Tensor
-    """model dtype [T, 2 M]."""
-    activated: Tensor
-    """model dtype [T, M]."""
-
-    @classmethod
-    def of(cls, config: GatedDeltaNetConfig, tokens: int, dtype: torch.dtype, layout: Layout) -> ChunkBuffers:
-        """Uninitialised, for so many tokens, from a layout's memory."""
-        heads, value_heads, hidden = config.num_heads, config.value_heads, config.hidden_size
-        filled = _filled(tokens)
-
-        def take(*width: int, of: torch.dtype = dtype) -> Tensor:
-            return layout.take(filled, *width, dtype=of)
-
-        stream, normed, added = take(hidden, of=torch.float32), take(hidden), take(hidden)
-        mlp = layout.beside()
-        inputs = take(InputWidths.of(config).total)
-        pitch = key_pitch(config.head_dim, dtype)
-        rows = LayerRows.empty(filled, heads, value_heads, pitch, config.head_v_dim, dtype, "meta")
-        workspace = ChunkWorkspace.empty(filled, value_heads, dtype, "meta")
-        gate_up, activated = (mlp.take(filled, width, dtype=dtype) for width in (2 * config.mlp_dim, config.mlp_dim))
-        buffers = cls(
-            stream=stream,
-            normed=normed,
-            added=added,
-            inputs=inputs,
-            rows=LayerRows(*(layout.take(*x.shape, dtype=x.dtype) for x in rows)),
-            workspace=ChunkWorkspace(*(layout.take(*x.shape, dtype=x.dtype) for x in workspace)),
-            o=take(value_heads, config.head_v_dim),
-            mixed=take(config.value_dim),
-            gate_up=gate_up,
-            activated=activated,
-        )
-        layout.nbytes = max(layout.nbytes, mlp.nbytes)
-        return buffers
-
-    def first(self, tokens: int) -> ChunkBuffers:
-        """The same for fewer tokens, of any number; what the recurrence takes stays filled up to its multiple."""
-        filled = _filled(tokens)
-        return ChunkBuffers(
-            stream=self.stream[:tokens],
-            normed=self.normed[:tokens],
-            added=self.added[:tokens],
-            inputs=self.inputs[:tokens],
-            rows=LayerRows(*(x[:filled] for x in self.rows)),
-            workspace=self.workspace,
-            o=self.o[:filled],
-            mixed=self.mixed[:tokens],
-            gate_up=self.gate_up[:tokens],
-            activated=self.activated[:tokens],
-        )
+def chunk_sizes(most: int) -> list[int]:
+    """Rows that chunks of up to `most` tokens are captured for: what holds `most`, and 3, 4, 6, 8, 12, 16, 24 ...
+    blocks, so that above the least a third of a chunk is empty at the most."""
+    largest, sizes = filled(most), []
+    for power in range((largest // _FEWEST_ROWS).bit_length()):
+        sizes += [_FEWEST_ROWS << power, _FEWEST_ROWS * 4 // 3 << power]
+    return [*(size for size in sizes if size < largest), largest]
 
 
-def prefill_bytes(config: GatedDeltaNetConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the buffers for chunks of up to so many tokens, whatever the number of sessions."""
-    layout = Layout(None)
-    ChunkBuffers.of(config, tokens, dtype, layout)
-    return layout.nbytes
+MOST_TEXTS = 16
+"""Chunks of so many sessions may go together."""
+
+log = structlog.get_logger("specla.verifier")
+
+
+class ChunkKey(NamedTuple):
+    """What one captured graph serves."""
+
+    rows: int
+    texts: int
+    keeps: bool
+    """Whether streams are kept for the host. Else the launches end with the last layer's state."""
+
+
+class LaunchedChunks(NamedTuple):
+    """See `RunningChunks`."""
+
+    streams: list[list[Tensor]]
+    """In pinned memory, not written before `done`."""
+    done: torch.cuda.Event | None
+
+    def wait(self) -> list[list[Tensor]]:
+        """Until they have run."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.streams
 
 
 class Prefill:
-    """Runs chunks of prompts."""
+    """Runs chunks of prompts.
 
-    def __init__(self, weights: GpuWeights, store: GpuStore, chunk: int, memory: Tensor) -> None:
+    Attributes:
+        chunk: tokens of one chunk at the most.
+        sizes: rows that chunks are captured for.
+    """
+
+    def __init__(self, weights: GpuWeights, store: GpuStore, chunk: int, memory: Tensor, pool: Any) -> None:
         """For chunks of up to `chunk` tokens.
 
         Args:
             weights: the model.
             store: the sessions' memory.
-            chunk: tokens of one chunk at the most.
+            chunk: tokens of one chunk at the most, and of several that go together.
             memory: uint8 [bytes], `prefill_bytes` of them; only used while a chunk runs.
+            pool: handle of the memory that graphs take while they are captured; None where there are none.
         """
-        self._weights, self._store, self.chunk = weights, store, chunk
-        self._buffers = ChunkBuffers.of(weights.config, chunk, weights.dtype, Layout(memory))
-        self._history = weights.config.conv_size - 1
-        self._upload = Upload(Upload.room(chunk, self._history, self._history, 1), weights.device)
-        self._parts = [
-            Upload(words, weights.device, within=self._upload) for words in (chunk, self._history, self._history, 1)
-        ]
+        self._weights, self._store, self.chunk, self._pool = weights, store, chunk, pool
+        config, rows = weights.config, filled(chunk)
+        self._buffers = ChunkBuffers.of(config, rows, weights.dtype, Layout(memory))
+        self._inputs = ChunkInputs(rows, MOST_TEXTS, config.conv_size, config.num_hidden_layers + 1, weights.device)
+        self.sizes = chunk_sizes(chunk)
+        self._graphs: dict[ChunkKey, torch.cuda.CUDAGraph] = {}
 
-    def run(self, slot: int, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
-        """Appends tokens to a slot's text.
+    @cached_property
+    def shared(self) -> bool:
+        """Whether chunks of several sessions go through together."""
+        same = products_know_no_company(self._weights, self.sizes)
+        if not same:
+            log.info("chunks_go_alone", reason="the bits of a product's row depend on the number of rows here")
+        return same
+
+    def goes_together(self, tokens: Sequence[int]) -> bool:
+        """Whether chunks of so many tokens may run in one call, each with the bits that it has alone."""
+        few = len(tokens) <= MOST_TEXTS and sum(map(filled, tokens)) <= self.sizes[-1]
+        return len(tokens) == 1 or (few and self.shared)
+
+    def run(self, chunks: Sequence[Chunk]) -> LaunchedChunks:
+        """Appends tokens to slots' texts.
 
         Args:
-            slot: whose state and windows advance.
-            tokens: at least one, `chunk` at most.
-            layers: whose streams are wanted; FINAL_NORM for the final norm's output.
-
-        Returns:
-            For each of `layers`, float32 [T, hidden] on the CPU.
+            chunks: one, or several that go together, each of another slot.
 
         Raises:
-            ValueError: no token, or too many.
+            ValueError: a chunk without tokens, or too many.
         """
-        if not 0 < len(tokens) <= self.chunk:
-            raise ValueError(f"{len(tokens)} tokens in a chunk: give 1 to {self.chunk}")
-        self._store.write_states([slot])
-        rows = self._store.rows[slot]
-        kept = rows.take(min(self._history, len(tokens)))
-        for part, words in zip(self._parts, (tokens, rows.history, kept, [len(tokens)]), strict=True):
-            part.words()[: len(words)] = words
-        self._upload.send()
-        streams = self._run_layers(slot, len(tokens), len(kept), layers)
+        for chunk in chunks:
+            if not 0 < len(chunk.tokens) <= self.chunk:
+                raise ValueError(f"{len(chunk.tokens)} tokens in a chunk: give 1 to {self.chunk}")
+        key = self._key([len(chunk.tokens) for chunk in chunks], keeps=any(chunk.layers for chunk in chunks))
+        self._prepare(key)
+        self._store.write_states([chunk.slot for chunk in chunks])
+        streams = [self._streams(chunk) for chunk in chunks]
+        self._inputs.put([self._text(*both) for both in zip(chunks, streams, strict=True)], key.rows)
+        done = None
+        if key in self._graphs:
+            self._graphs[key].replay()
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._weights.device))
+        else:
+            self._launch(key)
+        return LaunchedChunks(streams, done)
+
+    def _streams(self, chunk: Chunk) -> list[Tensor]:
+        """Where its layers' streams go."""
+        shape = (len(chunk.tokens), self._weights.config.hidden_size)
+        return [torch.empty(shape, pin_memory=self._weights.device.type == "cuda") for _ in chunk.layers]
+
+    def _text(self, chunk: Chunk, streams: Sequence[Tensor]) -> ChunkText:
+        """A chunk as the device is told of it; the slot's pool moves on."""
+        config, rows = self._weights.config, self._store.rows[chunk.slot]
+        history, kept = list(rows.history), rows.take(min(config.conv_size - 1, len(chunk.tokens)))
         rows.accept(kept, state_written=True)
         rows.flushed()  # their factors are in the state already
-        if layers and self._weights.device.type == "cuda":
-            torch.cuda.current_stream(self._weights.device).synchronize()
-        return [streams[layer].float() for layer in layers]
+        numbers = [config.num_hidden_layers if layer == FINAL_NORM else layer for layer in chunk.layers]
+        wanted = {number: x.data_ptr() for number, x in zip(numbers, streams, strict=True)}
+        return ChunkText(chunk.slot, chunk.tokens, history, kept, wanted)
 
-    def _run_layers(self, slot: int, tokens: int, kept: int, layers: Sequence[int]) -> dict[int, Tensor]:
-        """The launches; streams on their way to the host. Ends where nothing more is wanted."""
-        weights, buffers, streams = self._weights, self._buffers.first(tokens), dict[int, Tensor]()
-        eps, stream, normed, last = weights.config.norm_eps, buffers.stream, buffers.normed, len(weights.layers) - 1
-        ids, history, places, count = (part.buffer for part in self._parts)
-        torch.index_select(weights.embeddings, 0, ids[:tokens], out=normed)
-        stream.copy_(normed)
-        added = None
+    def prepare(self, tokens: int) -> None:
+        """Compiles and captures what chunks of so many tokens need, if nobody asks for streams."""
+        for texts in (1, MOST_TEXTS) if self.shared else (1,):
+            self._prepare(self._key([tokens], keeps=False)._replace(texts=texts))
+
+    def _prepare(self, key: ChunkKey) -> None:
+        """Over an empty chunk: nothing of any session changes."""
+        if self._weights.device.type != "cuda" or key in self._graphs:
+            return
+        self._inputs.put([], key.rows)
+        self._launch(key)  # compiles
+        torch.cuda.synchronize(self._weights.device)
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails does not come back by itself
+        with here, torch.cuda.graph(graph, pool=self._pool):
+            self._launch(key)
+        self._graphs[key] = graph
+
+    def _key(self, tokens: Sequence[int], *, keeps: bool) -> ChunkKey:
+        total = sum(map(filled, tokens))
+        rows = next(size for size in self.sizes if size >= total)
+        return ChunkKey(rows, 1 if len(tokens) == 1 else MOST_TEXTS, keeps)
+
+    def _launch(self, key: ChunkKey) -> None:
+        """All launches, to where nothing more is wanted."""
+        weights, buffers, streams = self._weights, self._buffers.first(key.rows), self._inputs.streams[:, : key.texts]
+        batch, eps, last = (
+            self._inputs.batch.first(key.rows, key.texts),
+            weights.config.norm_eps,
+            len(weights.layers) - 1,
+        )
+        stream, normed, added = buffers.stream, buffers.normed, None
+        embed(batch.tokens, weights.embeddings, stream, batch.rows)
         for i, layer in enumerate(weights.layers):
-            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, count)
-            if i - 1 in layers and i:
-                streams[i - 1] = _to_host(stream)
+            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, batch.rows)
+            if i and key.keeps:
+                keep_rows(stream, streams[i - 1], batch)
             states, pool = self._store.layer(i)
-            _recurrence(weights, layer, states[slot], pool.x[slot], history, places[:kept], buffers)
-            if i == last and last not in layers and FINAL_NORM not in layers:
-                return streams
-            _mixer_output(weights, layer, count, buffers)
-            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, count)
+            _recurrence(weights, layer, states, pool, batch, buffers)
+            if i == last and not key.keeps:
+                return
+            _mixer_output(weights, layer, batch, buffers)
+            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, batch.rows)
             torch.mm(normed, layer.gate_up.T, out=buffers.gate_up)
-            chunk_swiglu(buffers.gate_up, buffers.activated)
+            chunk_swiglu(buffers.gate_up, buffers.activated, batch.rows)
             torch.mm(buffers.activated, layer.down.T, out=buffers.added)
             added = buffers.added
-        add_rms_norm(stream, added, weights.norm, eps, normed, count)
-        for layer_index, source in ((last, stream), (FINAL_NORM, normed)):
-            if layer_index in layers:
-                streams[layer_index] = _to_host(source)
-        return streams
+        add_rms_norm(stream, added, weights.norm, eps, normed, batch.rows)
+        keep_rows(stream, streams[last], batch)
+        keep_rows(normed, streams[last + 1], batch)
+
+
+def products_know_no_company(weights: GpuWeights, sizes: Sequence[int]) -> bool:
+    """Whether a row of each of a layer's products has the same bits in every size and place: tried on random rows."""
+    most, device, layer = sizes[-1], weights.device, weights.layers[0]
+    for matrix in (layer.inputs, layer.output, layer.gate_up, layer.down):
+        random = torch.Generator(device).manual_seed(0)
+        x = torch.randn(most, matrix.shape[1], device=device, generator=random).to(matrix.dtype)
+        whole = torch.mm(x, matrix.T)
+        for size in sizes:
+            if not torch.equal(torch.mm(x[-size:], matrix.T), whole[-size:]):
+                return False
+        if not torch.equal(torch.mm(x.roll(CHUNK, 0), matrix.T), whole.roll(CHUNK, 0)):
+            return False
+    return True
 
 
 def _recurrence(
-    weights: GpuWeights,
-    layer: GpuLayer,
-    state: Tensor,
-    pool_x: Tensor,
-    history: Tensor,
-    kept: Tensor,
-    buffers: ChunkBuffers,
+    weights: GpuWeights, layer: GpuLayer, states: Tensor, pool: FactorPool, batch: ChunkBatch, buffers: ChunkBuffers
 ) -> None:
     """From the normed stream to the recurrence's outputs; the slot's state and raw inputs advance."""
     torch.mm(buffers.normed, layer.inputs.T, out=buffers.inputs)
     x, a, b, _ = InputWidths.of(weights.config).split(buffers.inputs)
-    chunk_convolution(x, a, b, layer.convolution, pool_x, history, kept, buffers.rows)
-    chunk_delta_rule(buffers.rows, state, buffers.workspace, buffers.o)
+    chunk_convolution(x, a, b, layer.convolution, pool.x, batch, buffers.rows)
+    chunk_delta_rule(buffers.rows, states, batch, buffers.workspace, buffers.o)
 
 
-def _mixer_output(weights: GpuWeights, layer: GpuLayer, count: Tensor, buffers: ChunkBuffers) -> None:
+def _mixer_output(weights: GpuWeights, layer: GpuLayer, batch: ChunkBatch, buffers: ChunkBuffers) -> None:
     """From the recurrence's outputs to what is added to the stream."""
     config = weights.config
     gate = InputWidths.of(config).split(buffers.inputs)[3]
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
-    o = buffers.o[: len(buffers.mixed)]
-    gated_norm(o, gate, layer.output_norm, config.norm_eps, activation, buffers.mixed, count)
+    gated_norm(buffers.o, gate, layer.output_norm, config.norm_eps, activation, buffers.mixed, batch.rows)
     torch.mm(buffers.mixed, layer.output.T, out=buffers.added)
-
-
-def _to_host(source: Tensor) -> Tensor:
-    """A copy on the CPU, which may still be under way on a GPU's stream."""
-    if source.device.type != "cuda":
-        return source.clone()
-    out = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    return out.copy_(source, non_blocking=True)
-
-
-def _filled(tokens: int) -> int:
-    return -(-tokens // CHUNK) * CHUNK

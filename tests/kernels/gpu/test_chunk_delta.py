@@ -5,7 +5,8 @@ import torch
 
 from specla.kernels import reference
 from specla.kernels.gpu import chunk_scan
-from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
+from specla.kernels.gpu.chunk_batch import CHUNK, ChunkBatch, ChunkInputs, ChunkText
+from specla.kernels.gpu.chunk_delta import ChunkWorkspace, chunk_delta_rule, key_pitch
 from specla.kernels.gpu.layer_rows import LayerRows
 
 POISON = 7777.0
@@ -41,15 +42,12 @@ class Numbers:
 
     def run(self, chunk=None, room=0, pitch=None):
         """o and the state after, in poisoned memory."""
-        rows, state = self.filled(pitch), self.state.clone()
-        value_heads = state.shape[0]
-        workspace = ChunkWorkspace.empty(len(rows.q) + room, value_heads, rows.k.dtype, state.device, chunk)
-        for x in workspace:
-            x.fill_(POISON)
+        rows, states = self.filled(pitch), torch.stack([torch.full_like(self.state, POISON), self.state])
+        workspace = workspace_of(len(rows.q) + room, self.state.shape[0], rows.k.dtype, states.device, chunk)
         o = torch.full_like(rows.v, POISON)
-        chunk_delta_rule(rows, state, workspace, o)
-        assert bool((o[self.tokens :] != POISON).all()), "rows that fill a chunk up must be written too"
-        return o[: self.tokens], state
+        chunk_delta_rule(rows, states, batch_of([(1, self.tokens)], len(rows.q), states.device), workspace, o)
+        assert bool((states[0] == POISON).all()), "the state of another slot was written"
+        return o[: self.tokens], states[1]
 
     def check(self, chunk=None, room=0, pitch=None):
         o, state = self.run(chunk, room, pitch)
@@ -62,6 +60,47 @@ class Numbers:
         assert rel(state, after) < STATES[dtype]
 
 
+def workspace_of(rows, value_heads, dtype, device, chunk=None):
+    workspace = ChunkWorkspace.empty(rows, value_heads, dtype, device, chunk)
+    for x in workspace:
+        x.fill_(POISON)
+    return workspace
+
+
+def batch_of(texts: list[tuple[int, int]], rows: int, device) -> ChunkBatch:
+    """Texts (slot, tokens) one behind the other."""
+    inputs = ChunkInputs(rows, len(texts), 1, 0, device)
+    inputs.put([ChunkText(slot, [0] * tokens, [], [], {}) for slot, tokens in texts], rows)
+    return inputs.batch
+
+
+def check_texts(made: list[Numbers], device) -> None:
+    """Several texts in one chunk, an empty block behind them: each has its own bits, and nothing else is written."""
+    filled = [numbers.filled() for numbers in made]
+    none = LayerRows(*(torch.full_like(x[:CHUNK], float("nan")) for x in filled[0]))
+    rows = LayerRows(*(torch.cat(parts) for parts in zip(*filled, none, strict=True)))
+    slots = [2 * i + 1 for i in range(len(made))]
+    states = torch.full((2 * len(made) + 1, *made[0].state.shape), POISON, device=device)
+    for slot, numbers in zip(slots, made, strict=True):
+        states[slot] = numbers.state
+    batch = batch_of([*zip(slots, (numbers.tokens for numbers in made), strict=True)], len(rows.q), device)
+    more = ChunkBatch(
+        *batch[:3],
+        texts=torch.cat([batch.texts, torch.zeros_like(batch.texts[:1])]),  # a place that no text takes
+        history=batch.history.new_empty(len(made) + 1, 0),
+        places=batch.places.new_empty(len(made) + 1, 0),
+    )
+    o = torch.full_like(rows.v, POISON)
+    chunk_delta_rule(rows, states, more, workspace_of(len(o), states.shape[1], o.dtype, device), o)
+    first = 0
+    for slot, numbers, own in zip(slots, made, filled, strict=True):
+        want, after = numbers.run()
+        assert torch.equal(o[first : first + numbers.tokens], want)
+        assert torch.equal(states[slot], after)
+        first += len(own.q)
+    assert bool((states[::2] == POISON).all()), "the state of another slot was written"
+
+
 def rel(got, want):
     return float((got.cpu().double() - want).abs().max() / want.abs().max())
 
@@ -72,6 +111,11 @@ def rel(got, want):
 )
 def test_outputs_and_state_against_the_reference(tokens, shape, chunk, device):
     Numbers(tokens, *shape, torch.float32, device).check(chunk, room=64, pitch=shape[2] + 16)
+
+
+def test_texts_of_one_chunk_do_not_see_each_other(device):
+    made = [Numbers(n, 1, 2, 16, 16, torch.float32, device, seed=n) for n in (3, 130, 64)]
+    check_texts(made, device)
 
 
 def test_strong_decays_and_a_cleared_state(device):
@@ -105,19 +149,22 @@ def test_two_runs_behind_each_other_have_the_bits_of_one(device):
 
 def test_what_does_not_fit_is_refused(device):
     numbers = Numbers(64, 1, 2, 16, 16, torch.float32, device)
-    rows, state, o = numbers.filled(), numbers.state, torch.empty_like(numbers.rows.v)
-    workspace = ChunkWorkspace.empty(64, 2, torch.float32, device)
-    chunk_delta_rule(rows, state, workspace, o)
-    with pytest.raises(ValueError, match="a multiple of 64 rows"):
-        chunk_delta_rule(LayerRows(*(x[:60] for x in rows)), state, workspace, o[:60])
+    rows, states, o = numbers.filled(), numbers.state[None], torch.empty_like(numbers.rows.v)
+    workspace, batch = ChunkWorkspace.empty(64, 2, torch.float32, device), batch_of([(0, 64)], 64, device)
+    chunk_delta_rule(rows, states, batch, workspace, o)
+    with pytest.raises(ValueError, match="a multiple of 64"):
+        chunk_delta_rule(LayerRows(*(x[:60] for x in rows)), states, batch, workspace, o[:60])
+    with pytest.raises(ValueError, match=r"tokens is torch.int32 \[128\]"):
+        chunk_delta_rule(rows, states, batch_of([(0, 64)], 128, device), workspace, o)
     with pytest.raises(ValueError, match="room for all"):
-        chunk_delta_rule(rows, state, ChunkWorkspace.empty(48, 2, torch.float32, device), o)
-    with pytest.raises(ValueError, match=r"state is .* give torch.float32 \[2, 16, 16\]"):
-        chunk_delta_rule(rows, state[:1], workspace, o)
+        chunk_delta_rule(rows, states, batch, ChunkWorkspace.empty(48, 2, torch.float32, device), o)
+    with pytest.raises(ValueError, match=r"states is .* give torch.float32 \[1, 2, 16, 16\]"):
+        chunk_delta_rule(rows, states[:, :1], batch, workspace, o)
     with pytest.raises(ValueError, match=r"o is torch.float64"):
-        chunk_delta_rule(rows, state, workspace, o.double())
+        chunk_delta_rule(rows, states, batch, workspace, o.double())
+    turned = rows.v.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="contiguous"):
-        chunk_delta_rule(rows._replace(v=rows.v.transpose(1, 2).contiguous().transpose(1, 2)), state, workspace, o)
+        chunk_delta_rule(rows._replace(v=turned), states, batch, workspace, o)
 
 
 @pytest.mark.gpu
@@ -133,6 +180,7 @@ def test_all_shapes_on_the_device(shape, dtype, device):
     rows.k[130:150] = rows.k[130]
     numbers.check()
     assert all(torch.equal(*pair) for pair in zip(numbers.run(), numbers.run(), strict=True))
+    check_texts([Numbers(n, *shape, dtype, device, seed=n) for n in (65, 333, 1)], device)
 
 
 def test_a_descriptor_goes_with_its_tensor() -> None:

@@ -11,25 +11,29 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.1e-3, torch.bfloat16: 8e-3}
 
 def check(rows, width, dtype, device):
     x = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(rows)) * 3).to(dtype).to(device)
-    memory = torch.full((rows + 1, width), POISON, dtype=dtype, device=device)
-    chunk_swiglu(x, memory[:rows])
-    gate, up = x.double()[:, ::2], x.double()[:, 1::2]
+    memory = torch.full((rows, width), POISON, dtype=dtype, device=device)
+    rows -= 1
+    chunk_swiglu(x, memory, torch.tensor([rows], dtype=torch.int32, device=device))
+    gate, up = x[:rows].double()[:, ::2], x[:rows].double()[:, 1::2]
     want = gate * gate.sigmoid() * up
     torch.testing.assert_close(memory[:rows].double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 1e-2)
     assert bool((memory[rows:] == POISON).all()), "rows that are not asked for were written"
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 176), (5, 1032)])
+@pytest.mark.parametrize(("rows", "width"), [(2, 16), (4, 176), (6, 1032)])
 def test_against_float64(rows, width, device):
     check(rows, width, torch.float32, device)
 
 
 def test_what_does_not_fit_is_refused(device):
     x, out = torch.zeros(2, 32, device=device), torch.zeros(2, 16, device=device)
+    rows = torch.ones(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 30\]: give"):
-        chunk_swiglu(x[:, :30], out)
+        chunk_swiglu(x[:, :30], out, rows)
     with pytest.raises(ValueError, match=r"out is torch\.float16"):
-        chunk_swiglu(x, out.half())
+        chunk_swiglu(x, out.half(), rows)
+    with pytest.raises(ValueError, match=r"rows is torch.int64"):
+        chunk_swiglu(x, out, rows.long())
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
+from specla.verifier_service.backend import Chunk
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -90,21 +91,35 @@ def test_one_text_in_all_buckets(weights: GpuWeights) -> None:
 
 
 @torch.inference_mode()
-def test_chunks_do_not_depend_on_what_runs_between(weights: GpuWeights) -> None:
-    """A prompt's chunks, alone and with passes of others between them; the other sessions' states do not care."""
+def test_chunks_do_not_depend_on_what_runs_between_or_beside(weights: GpuWeights) -> None:
+    """A prompt's chunks, alone, with passes and chunks of others between them, and with chunks of others in the same
+    launches where that is allowed; streams kept or not."""
     found = []
-    for between in (False, True):
+    for company, layers in ((False, ()), (True, ()), (False, (-1, 0)), (True, (0,))):
         backend = GpuBackend(
-            weights, "exact", Selector.for_device("NVIDIA H200"), slots=3, max_rows=16, prefill_chunk=128
+            weights, "exact", Selector.for_device("NVIDIA H200"), slots=4, max_rows=16, prefill_chunk=512
         )
-        own, other = backend.acquire(), backend.acquire()
+        if company:
+            for tokens in backend.usual_chunks():
+                backend.prepare_chunk(tokens)
+        own, other, third, fourth = (backend.acquire() for _ in range(4))
         one = pack([Topology.root_only()])
         sampling = RowSampling([GREEDY], [0], [0], [-1], [5])
-        for chunk in range(2):
-            backend.run_chunk(own, [(i + chunk) % 640 for i in range(128 - 37 * chunk)], [])
-            if between:
+        streams = []
+        for i, tokens in enumerate((512, 91, 292, 17)):
+            parts = [Chunk(own, [(j * j + i) % 640 for j in range(tokens)], layers)]
+            if company:
                 out = backend.run([other], one, [5], sampling)
                 out.take(0, [0])
+                parts.append(Chunk(third, [(3 * j) % 640 for j in range(17 + 79 * i)], ()))
+                parts.insert(0, Chunk(fourth, [3] * (5 + i), (-1,)))
+            together = backend.goes_together([len(part.tokens) for part in parts])
+            found_here = [backend.run_chunks(group).wait() for group in ([parts] if together else [[x] for x in parts])]
+            streams += [x for group in found_here for x in group][int(company)]
         out = backend.run([own], one, [5], sampling)
-        found.append((torch.from_numpy(out.logits(0)), backend.store.states[:, own].clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        state, kept = backend.store.states[:, own].clone(), streams[len(layers) - 1 :: len(layers)] if layers else []
+        found.append((torch.from_numpy(out.logits(0)), state, *kept))
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=False))
+    assert len(found[2]) == len(found[3]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(found[2], found[3], strict=True))

@@ -12,13 +12,14 @@ from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service.acceptance import Stopping
-from specla.verifier_service.backend import Backend
+from specla.verifier_service.backend import Backend, Chunk
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cpu_backend import CpuBackend
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FINAL_NORM, FeatureWindow
 from specla.verifier_service.gpu.backend import GpuBackend
-from specla.verifier_service.gpu.prefill import Prefill, prefill_bytes
+from specla.verifier_service.gpu.chunk_buffers import prefill_bytes
+from specla.verifier_service.gpu.prefill import Prefill, chunk_sizes
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
 from specla.verifier_service.state import StateStore
@@ -45,8 +46,8 @@ class Pair:
 
     def chunk(self, slot: int, tokens: Sequence[int]) -> None:
         """A chunk on both, with the same streams."""
-        wanted = self.cpu.run_chunk(slot, tokens, LAYERS)
-        for found, want in zip(self.gpu.run_chunk(slot, tokens, LAYERS), wanted, strict=True):
+        wanted = run_chunk(self.cpu, slot, tokens, LAYERS)
+        for found, want in zip(run_chunk(self.gpu, slot, tokens, LAYERS), wanted, strict=True):
             close(found, want)
         assert not self.gpu.store.rows[slot].pending
 
@@ -57,6 +58,11 @@ class Pair:
 
     def check_state(self, slot: int) -> None:
         close(text_of(self.gpu, slot), self.cpu.store.recurrent_state[slot])
+
+
+def run_chunk(backend: Backend, slot: int, tokens: Sequence[int], layers: Sequence[int] = ()) -> list[torch.Tensor]:
+    (streams,) = backend.run_chunks([Chunk(slot, tokens, layers)]).wait()
+    return streams
 
 
 def run_chain(backend: Backend, slot: int, tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -103,7 +109,7 @@ def test_a_chunk_takes_the_factors_and_the_window_before_it(pair: Pair) -> None:
     assert slot == pair.cpu.acquire()
     run_chain(pair.gpu, slot, PROMPT[:5])
     assert pair.gpu.store.rows[slot].pending
-    pair.cpu.run_chunk(slot, PROMPT[:5], ())
+    run_chunk(pair.cpu, slot, PROMPT[:5])
     pair.chunk(slot, PROMPT[5:30])
     pair.check_state(slot)
     for side in (pair.cpu, pair.gpu):
@@ -113,18 +119,73 @@ def test_a_chunk_takes_the_factors_and_the_window_before_it(pair: Pair) -> None:
 def test_a_chunk_leaves_other_slots_alone_and_its_bits_know_no_slot(pair: Pair) -> None:
     backend, tokens = pair.gpu, PROMPT[:20]
     first, second = backend.acquire(), backend.acquire()
-    alone = backend.run_chunk(first, tokens, LAYERS)
+    alone = run_chunk(backend, first, tokens, LAYERS)
     state, pools = text_of(backend, first), [x[:, first].clone() for x in backend.store.pools]
-    beside = backend.run_chunk(second, tokens, LAYERS)
+    beside = run_chunk(backend, second, tokens, LAYERS)
     assert torch.equal(backend.store.states[:, first].cpu(), state)
     for x, before in zip(backend.store.pools, pools, strict=True):
         assert torch.equal(x[:, first].nan_to_num(), before.nan_to_num())
     assert all(torch.equal(*both) for both in zip(alone, beside, strict=True))
     backend.clear(second)
-    assert backend.run_chunk(second, tokens, ()) == []  # less runs where no stream is wanted
+    assert run_chunk(backend, second, tokens, ()) == []  # less runs where no stream is wanted
     assert torch.equal(text_of(backend, second), state)
     for slot in (first, second):
         backend.release(slot)
+
+
+def test_rows_behind_a_chunk_touch_nothing(pair: Pair) -> None:
+    """A chunk takes more rows than it has tokens: its bits are the same whatever lies in them."""
+    backend, found = pair.gpu, []
+    slot = backend.acquire()
+    for poison in (float("nan"), 0.0):
+        backend.clear(slot)
+        backend._arena.view(torch.float32)[:] = poison
+        streams = [*run_chunk(backend, slot, PROMPT[:66], LAYERS), *run_chunk(backend, slot, PROMPT[66:84], LAYERS)]
+        history = backend.store.pools.x[:, slot, backend.store.rows[slot].history].cpu()
+        found.append([*streams, text_of(backend, slot).clone(), history])
+    assert all(torch.isfinite(x).all() for x in found[0])
+    for again in found[1:]:
+        assert all(torch.equal(*both) for both in zip(found[0], again, strict=True))
+    backend.release(slot)
+
+
+def test_chunks_that_go_together_have_the_bits_of_chunks_alone(pair: Pair) -> None:
+    """Of two sessions, one behind other text and asked for its streams, one new and not; then the other way round."""
+    backend, found = pair.gpu, []
+    assert backend.goes_together([64, 64])
+    assert not backend.goes_together([65, 64])
+    chunks = {0: (PROMPT[10:40], LAYERS), 1: (PROMPT[:64], ())}
+    for together in ((0, 1), (1, 0), (0,), (1,)):
+        slots = {which: backend.acquire() for which in together}
+        if 0 in slots:
+            run_chain(backend, slots[0], PROMPT[:10])
+        parts = [Chunk(slots[which], *chunks[which]) for which in together]
+        streams = dict(zip(together, backend.run_chunks(parts).wait(), strict=True))
+        for which in together:
+            rows = backend.store.rows[slots[which]]
+            raw = backend.store.pools.x[:, slots[which], rows.history].cpu()
+            found.append((which, [*streams[which], text_of(backend, slots[which]).clone(), raw]))
+            backend.release(slots[which])
+    for which in chunks:
+        first, *others = [parts for of, parts in found if of == which]
+        assert len(first) == len(chunks[which][1]) + 2
+        assert len(others) == 2
+        for again in others:
+            assert all(torch.equal(*both) for both in zip(first, again, strict=True)), which
+
+
+def test_few_sizes_serve_all_chunks() -> None:
+    assert chunk_sizes(2048) == [192, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert chunk_sizes(16) == [64]
+    assert chunk_sizes(192) == [192]
+    assert chunk_sizes(1000)[-2:] == [768, 1024]
+
+
+def test_chunks_that_chains_do_not_replace_are_made_ready(pair: Pair) -> None:
+    assert pair.gpu.chain_rows == 16
+    assert pair.gpu.usual_chunks() == [128]
+    for tokens in pair.gpu.usual_chunks():
+        pair.gpu.prepare_chunk(tokens)
 
 
 def test_grouped_values_and_no_gate(tiny_target_of: Callable[..., Path]) -> None:
@@ -153,7 +214,7 @@ def test_an_engine_gives_the_text_and_features_of_the_cpu(tiny_target: Path, pai
 def test_more_tokens_than_there_is_room_for_are_refused(pair: Pair) -> None:
     for tokens in ([1] * (CHUNK + 1), []):
         with pytest.raises(ValueError, match=f"{len(tokens)} tokens in a chunk: give 1 to {CHUNK}"):
-            pair.gpu.run_chunk(0, tokens, ())
+            run_chunk(pair.gpu, 0, tokens, ())
 
 
 def test_buffers_take_what_is_counted(pair: Pair) -> None:
@@ -161,6 +222,6 @@ def test_buffers_take_what_is_counted(pair: Pair) -> None:
     counted = prefill_bytes(config, 100, dtype)
     assert counted == prefill_bytes(config, 128, dtype) < prefill_bytes(config, 129, dtype)
     memory = torch.empty(counted, dtype=torch.uint8, device=pair.gpu.weights.device)
-    Prefill(pair.gpu.weights, pair.gpu.store, 100, memory)
+    Prefill(pair.gpu.weights, pair.gpu.store, 100, memory, None)
     with pytest.raises(ValueError, match="do not fit"):
-        Prefill(pair.gpu.weights, pair.gpu.store, 129, memory)
+        Prefill(pair.gpu.weights, pair.gpu.store, 129, memory, None)

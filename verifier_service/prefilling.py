@@ -1,0 +1,104 @@
+"""Known tokens on their way into sessions, piece by piece: which piece is next, and which go through together.
+
+The prompt but for its last token goes in chunks on a grid from position 0. A short last chunk, and what is resumed, run
+as decoding would have run them: as chains of accepted rows. Where a session's pieces begin and end depends on its text
+alone, and pieces that go through together do not see each other.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
+from specla.verifier_service.backend import Backend, Chunk, PassRows, RunningChunks
+from specla.verifier_service.session import Session
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a session that is not ready."""
+
+    session: Session
+    start: int
+    stop: int
+    chunked: bool
+    layers: tuple[int, ...]
+    """Whose streams are kept of it."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its tokens."""
+        return self.session.tokens[self.start : self.stop]
+
+
+class RunningPrefill(NamedTuple):
+    """What `begin` started and `end` waits for: a chain, or chunks."""
+
+    pieces: Sequence[Piece]
+    chain: PassRows | None
+    chunks: RunningChunks | None
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Whose tokens run."""
+        return [piece.session for piece in self.pieces]
+
+
+def next_piece(session: Session, chunk_tokens: int, chain_rows: int) -> Piece:
+    """What comes next of a session that is not ready."""
+    start, last, ring = session.run_len, session.prompt_len - 1, session.feature_ring
+    layers = () if ring is None else ring.spec.layers
+    stop = min(start + chunk_tokens, last)
+    if stop - start > chain_rows:
+        kept = ring is not None and stop > len(session.tokens) - 1 - ring.spec.window  # else the rest fills the window
+        return Piece(session, start, stop, True, layers if kept else ())
+    stop = min(start + chain_rows, last if start < last else len(session.tokens) - 1)
+    return Piece(session, start, stop, False, layers)
+
+
+def begin(backend: Backend, sessions: Sequence[Session], chunk_tokens: int) -> RunningPrefill:
+    """Start the first session's next piece, and with a chunk those of the others that may go with it."""
+    pieces = [next_piece(session, chunk_tokens, backend.chain_rows) for session in sessions]
+    if not pieces[0].chunked:
+        tokens, slot = pieces[0].tokens, pieces[0].session.slot
+        assert slot is not None
+        batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
+        return RunningPrefill(pieces[:1], backend.run([slot], batch, tokens, None, pieces[0].layers), None)
+    taken = pieces[:1]
+    for piece in pieces[1:]:
+        if piece.chunked and backend.goes_together([x.stop - x.start for x in (*taken, piece)]):
+            taken.append(piece)
+    chunks = []
+    for piece in taken:
+        assert piece.session.slot is not None
+        chunks.append(Chunk(piece.session.slot, piece.tokens, piece.layers))
+    return RunningPrefill(taken, None, backend.run_chunks(chunks))
+
+
+def end(running: RunningPrefill) -> int:
+    """Wait, and move the sessions on; those released meanwhile stay as they are. Returns how many tokens have run."""
+    if running.chain is not None:
+        (piece,) = running.pieces
+        if piece.session.slot is not None:
+            take(piece.session, running.chain, 0, 0, range(piece.stop - piece.start))
+        return piece.stop - piece.start
+    assert running.chunks is not None
+    for piece, streams in zip(running.pieces, running.chunks.wait(), strict=True):
+        session, ring = piece.session, piece.session.feature_ring
+        if session.slot is None:
+            continue
+        session.run_len = piece.stop
+        if piece.layers and ring is not None:
+            ring.record(streams)
+        elif ring is not None:
+            ring.skip(piece.stop - piece.start)
+    return sum(piece.stop - piece.start for piece in running.pieces)
+
+
+def take(session: Session, out: PassRows, index: int, offset: int, rows: Sequence[int]) -> None:
+    """These rows of the index-th session's tree of a pass, which begins at `offset`, are part of its text now."""
+    out.take(index, rows)
+    session.run_len += len(rows)
+    ring = session.feature_ring
+    if ring is not None:
+        of_batch = [offset + row for row in rows]
+        ring.record([out.hidden(layer, of_batch) for layer in ring.spec.layers])
