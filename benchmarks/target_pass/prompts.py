@@ -5,6 +5,7 @@ Each part is kept as it comes: what fails or is broken off leaves the parts befo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,9 +17,11 @@ from specla.benchmarks.target_pass.cases import SAMPLING
 from specla.benchmarks.target_pass.goals import LIBRARY, OURS, PREFILL_TOKENS, Measured
 from specla.benchmarks.target_pass.host import engine_of
 from specla.benchmarks.target_pass.model import SHAPE
+from specla.kernels.topology import Topology
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.passes import PassItem
 
 SHORT, TOGETHER = 100, 16
 """Tokens of a short prompt, and how many of them are run at once and one by one."""
@@ -44,8 +47,9 @@ def measure_prompts(
     save()
     if with_library:
         _library(made, found, ours, say, save)
-    say("  short prompts")
+    say("  short prompts, and a session beside a long one")
     _short_prompts(made, engine)
+    _beside_a_prompt(made, engine)
     save()
 
 
@@ -102,7 +106,7 @@ def _library(
 
 
 def _our_prefill(engine: Engine) -> Callable[[], None]:
-    prompt = [(7 * i) % 32_000 for i in range(PREFILL_TOKENS + 1)]
+    prompt = _long_prompt()
 
     def prefill() -> None:
         session = engine.open(b"", prompt, [], SAMPLING, Stopping(max_tokens=8))
@@ -111,6 +115,10 @@ def _our_prefill(engine: Engine) -> Callable[[], None]:
         engine.release(session)
 
     return prefill
+
+
+def _long_prompt() -> list[int]:
+    return [(7 * i) % 32_000 for i in range(PREFILL_TOKENS + 1)]
 
 
 def _short_prompts(made: Report, engine: Engine) -> None:
@@ -129,6 +137,27 @@ def _short_prompts(made: Report, engine: Engine) -> None:
     timed = {"together": lambda: run(TOGETHER), "one by one": lambda: run(1)}
     for name, samples in _milliseconds(timed, _ROUNDS).items():
         made.rows.append(Row.of("prefill", f"{TOGETHER} prompts of {SHORT} tokens, {name}", samples, "ms"))
+
+
+def _beside_a_prompt(made: Report, engine: Engine) -> None:
+    """How long a decoding session waits for a token while a long prompt is prefilled: a chunk and its own pass."""
+    decoding = engine.open(b"", [1, 2, 3], [], SAMPLING, Stopping(max_tokens=1 << 30))
+    while not engine.prefill(decoding, 1):
+        pass
+    item, waits = PassItem(decoding, Topology.root_only()), []
+    engine.run_pass([item])
+    for _ in range(_ROUNDS):
+        session = engine.open(b"", _long_prompt(), [], SAMPLING, Stopping(max_tokens=8))
+        while not session.ready:
+            begun = time.perf_counter()
+            engine.end_prefill(engine.begin_prefill([session]))
+            engine.run_pass([item])
+            waits.append((time.perf_counter() - begun) * 1e3)
+        engine.release(session)
+    engine.release(decoding)
+    name = f"a token of a session beside a prompt of {PREFILL_TOKENS:,} tokens"
+    made.rows.append(Row.of("prefill", name, waits, "ms"))
+    made.rows.append(Row.of("prefill", f"{name}, the longest", [max(waits)], "ms"))
 
 
 def _milliseconds(timed: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
