@@ -15,13 +15,19 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.chunk_convolution import chunk_convolution
+from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
+from specla.kernels.gpu.chunk_swiglu import chunk_swiglu
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
+from specla.kernels.gpu.embedding import embed
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.factorised import FactorisedTile, verify_factorised, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.norms import add_rms_norm, gated_norm
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
+from specla.kernels.gpu.product import product, product_parts
 from specla.kernels.gpu.sampler_rows import SamplerConfig, SamplerRows
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
@@ -37,6 +43,8 @@ _ODD = (1, 2, 48, 80)  # H, HV, K, V: widths that are no powers of two
 _USUAL = (1, 2, 64, 128)  # widths that the kernels in Gluon take
 _DTYPE = torch.bfloat16
 _VOCAB = 1000
+_MANY = 40  # places for sessions, of which few are used: the exact kernel for batches
+_ROWS, _USED = 7, 5  # of activations, and those that count
 
 
 def main() -> int:
@@ -47,19 +55,33 @@ def main() -> int:
     for shape, sizes, groups in ((_ODD, _LARGE, 1), (_ODD, _LARGE, 3), (_USUAL, _LARGE, 3), (_USUAL, _SMALL, 1)):
         launch_layer(shape, *sizes, groups)
         print(f"a layer of {shape}, rows {sizes[0]}, {groups} programs a tree: launched", flush=True)
-    launch_sampler()
-    torch.cuda.synchronize()
-    print("sampler: launched", flush=True)
+    for sizes in (_LARGE, ((1, 1, 1), (3, 9, 0))):
+        launch_layer(_USUAL, *sizes, 1, places=_MANY)
+        print(f"a layer of {_USUAL}, rows {sizes[0]}, in a bucket of {_MANY} sessions: launched", flush=True)
+    for name, launch in (
+        ("norms and embedding", launch_norms),
+        ("products", launch_products),
+        ("a chunk of a prompt", launch_chunk),
+        ("sampler", launch_sampler),
+    ):
+        launch()
+        torch.cuda.synchronize()
+        print(f"{name}: launched", flush=True)
     return 0
 
 
-def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending: Sequence[int], groups: int) -> None:
-    """Convolution, all forms of verification that fit and a flush, for trees of different sizes in one batch."""
+def launch_layer(
+    shape: tuple[int, int, int, int], sizes: Sequence[int], pending: Sequence[int], groups: int, places: int = 0
+) -> None:
+    """Convolution, all forms of verification that fit and a flush, for trees of different sizes in one batch.
+
+    `places` for sessions, one more than there are at the least.
+    """
     (heads, value_heads, key_width, value_width), dtype = shape, _DTYPE
     device, slots = "cuda", len(sizes)
     bucket = Bucket(
-        sessions=slots + 1,
-        rows=sum(sizes) + 3,
+        sessions=max(slots + 1, places),
+        rows=max(sum(sizes) + 3, places),
         tree_rows=max(sizes),
         pending=max(pending),
         taps=_TAPS,
@@ -105,6 +127,77 @@ def launch_layer(shape: tuple[int, int, int, int], sizes: Sequence[int], pending
     flush(state, pool, batch.slot, batch.pending, batch.pending_len)
     if not bool(torch.isfinite(state).all()):
         raise ValueError("a state is not finite")
+
+
+def launch_norms() -> None:
+    """Embedding, residual and norm, gated norm: rows that do not count among others."""
+    rows, width, heads = _rows(), 176, 3
+    x = torch.randn(_ROWS, width, device="cuda")
+    out = torch.empty(_ROWS, width, dtype=_DTYPE, device="cuda")
+    embed(
+        torch.arange(_ROWS, dtype=torch.int32, device="cuda"),
+        torch.randn(_VOCAB, width, device="cuda").to(_DTYPE),
+        x,
+        rows,
+    )
+    weight = torch.randn(width, device="cuda")
+    for y in (None, torch.randn(_ROWS, width, device="cuda").to(_DTYPE), torch.randn(3, _ROWS, width, device="cuda")):
+        add_rms_norm(x, y, weight, 1e-5, out, rows)
+        _refuse_nan(out[:_USED])
+    o = torch.randn(_ROWS, heads, 48, device="cuda")
+    gated = torch.empty(_ROWS, heads * 48, dtype=_DTYPE, device="cuda")
+    for gate in (None, torch.randn(_ROWS, heads * 48, device="cuda").to(_DTYPE)):
+        gated_norm(o, gate, torch.randn(48, device="cuda"), 1e-5, "silu", gated, rows)
+        _refuse_nan(gated[:_USED])
+
+
+def launch_products() -> None:
+    """Plain and streamed ones, in parts, with SwiGLU and onto what is there."""
+    rows = _rows()
+    for outputs, inputs, dtype in ((40, 72, torch.float32), (264, 512, _DTYPE), (256, 2048, _DTYPE)):
+        x = torch.randn(_ROWS, inputs, device="cuda").to(dtype)
+        weight = torch.randn(outputs, inputs, device="cuda").to(dtype)
+        parts = product_parts(outputs, inputs)
+        for out, kind in (
+            (torch.zeros(parts, _ROWS, outputs, device="cuda"), {}),
+            (torch.zeros(_ROWS, outputs, device="cuda"), {"add": True}),
+            (torch.zeros(_ROWS, outputs // 2, dtype=dtype, device="cuda"), {"swiglu": True}),
+        ):
+            product(x, weight, out, rows, **kind)
+            _refuse_nan(out[..., :_USED, :])
+
+
+def launch_chunk() -> None:
+    """Convolution, recurrence and SwiGLU of consecutive tokens, of a shape for each form."""
+    for shape, dtype in ((_ODD, torch.float32), (_USUAL, _DTYPE)):
+        (heads, value_heads, key_width, value_width), tokens = shape, 2 * CHUNK
+        channels = 2 * heads * key_width + value_heads * value_width
+        parameters = ConvolutionParameters(
+            torch.randn(_TAPS, channels, device="cuda"),
+            torch.randn(value_heads, device="cuda"),
+            torch.randn(value_heads, device="cuda"),
+        )
+        x, gates = (
+            torch.randn(tokens, channels, device="cuda").to(dtype),
+            torch.randn(tokens, 16, device="cuda").to(dtype),
+        )
+        rows = LayerRows.empty(tokens, heads, value_heads, key_pitch(key_width, dtype), value_width, dtype, "cuda")
+        for part in rows:
+            part.zero_()
+        window = torch.arange(_TAPS - 1, dtype=torch.int32, device="cuda")
+        pool_x, a = torch.randn(2 * _TAPS - 2, channels, device="cuda").to(dtype), gates[:, :value_heads]
+        chunk_convolution(x, a, a, parameters, pool_x, window, window + _TAPS - 1, rows)
+        state = torch.randn(value_heads, key_width, value_width, device="cuda")
+        o = torch.empty(tokens, value_heads, value_width, dtype=dtype, device="cuda")
+        chunk_delta_rule(rows, state, ChunkWorkspace.empty(tokens, value_heads, dtype, state.device), o)
+        _refuse_nan(o)
+        swiglu = torch.empty(tokens, channels // 2, dtype=dtype, device="cuda")
+        chunk_swiglu(x, swiglu)
+        _refuse_nan(swiglu)
+
+
+def _rows() -> Tensor:
+    return torch.tensor([_USED], dtype=torch.int32, device="cuda")
 
 
 def launch_sampler() -> None:

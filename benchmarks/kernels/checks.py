@@ -10,7 +10,7 @@ what it proves (see preparation.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from specla.benchmarks.kernels.topologies import chain, random_tree
 from specla.kernels.gpu.selector import Choice
 
 SIZES: dict[int, tuple[int, ...]] = {
+    1: (1, 1, 1),
     16: (16, 1, 5),
     32: (32, 20, 3),
     64: (64, 33, 17),
@@ -60,29 +61,41 @@ class Checked(NamedTuple):
 
 
 def check_kernel(kernel: Kernel, device: str) -> Checked:
-    """One of our kernels with the deferred commit, on three sessions with trees of their own."""
-    made = _random_trees(kernel.shape, kernel.rows, device)
-
-    def make(output: torch.dtype | None) -> Ours:
-        return Ours(made, kernel.choice, output=output)
-
-    case = f"{kernel.shape.name}, random trees of {', '.join(map(str, SIZES[kernel.rows]))} rows"
+    """One of our kernels with the deferred commit, on sessions with trees of their own."""
+    errors: list[Errors] = []
     try:
-        contender = make(torch.float32)
-        errors = check(case, made, [contender])
-        if not untouched(made, contender):
-            errors.append(errors[0]._replace(name=f"{contender.name}, which wrote elsewhere", outputs=math.inf))
-        errors += check(case, made, [StandAlone(made, kernel.choice, output=torch.float32)])
-        errors += _rounded(case, made, make)
+        for sizes in _batches(kernel):
+            errors += _errors_of(kernel, sizes, device)
     except UNFIT as error:
         return Checked([], {str(kernel): reason(error)})
     release()
     return Checked(errors, {})
 
 
+def _batches(kernel: Kernel) -> list[tuple[int, ...]]:
+    """Rows of the sessions. The serial kernel has a form for few programs and one for many (serial_batch.py)."""
+    sizes = SIZES[kernel.rows]
+    return [sizes[:1], 3 * sizes] if kernel.choice == Choice("serial") else [sizes]
+
+
+def _errors_of(kernel: Kernel, sizes: Sequence[int], device: str) -> list[Errors]:
+    made = _random_trees(kernel.shape, sizes, kernel.rows, device)
+
+    def make(output: torch.dtype | None) -> Ours:
+        return Ours(made, kernel.choice, output=output)
+
+    case = f"{kernel.shape.name}, random trees of {', '.join(map(str, sizes))} rows"
+    contender = make(torch.float32)
+    errors = check(case, made, [contender])
+    if not untouched(made, contender):
+        errors.append(errors[0]._replace(name=f"{contender.name}, which wrote elsewhere", outputs=math.inf))
+    errors += check(case, made, [StandAlone(made, kernel.choice, output=torch.float32)])
+    return errors + _rounded(case, made, make)
+
+
 def check_commits(shape: Shape, rows: int, device: str) -> Checked:
     """The stand-alone commit, and the snapshots of trees."""
-    made = _random_trees(shape, rows, device)
+    made = _random_trees(shape, SIZES[rows], rows, device)
     case = f"{shape.name}, random trees of {', '.join(map(str, SIZES[rows]))} rows"
     errors = check(case, made, [StandAlone(made, Choice("serial"), output=torch.float32)])
     errors += _snapshots(case, made, tree=True)
@@ -112,8 +125,8 @@ def check_replays(shape: Shape, device: str, kind: Kind = "recurrent") -> Checke
     return found
 
 
-def _random_trees(shape: Shape, rows: int, device: str) -> Problem:
-    trees = [random_tree(n, seed) for seed, n in enumerate(SIZES[rows])]
+def _random_trees(shape: Shape, sizes: Sequence[int], rows: int, device: str) -> Problem:
+    trees = [random_tree(n, seed) for seed, n in enumerate(sizes)]
     return Problem.make(shape, trees, accepted=_ACCEPTED, layers=2, device=device, tree_rows=rows, spare_rows=3)
 
 

@@ -23,6 +23,9 @@ from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
 from specla.kernels.gpu.selector import Choice
 from specla.kernels.topology import Topology
 
+_MANY = 8
+"""Sessions that take the serial kernel's form for many programs, for every shape that is timed."""
+
 _LEAST_ROWS = 4
 """Rows of the smallest trees that are timed: with these, too, layers must not find their data in the cache."""
 
@@ -121,7 +124,8 @@ class PlaceTimer:
 
 
 def warm(shape: Shape, rows: int, choice: Choice, device: str = "cuda") -> None:
-    """Compiles one choice for a bucket of so many rows, whatever the number of sessions."""
-    PlaceTimer(shape, 1, rows, [choice], l2=0, device=device)
+    """Compiles one choice for a bucket of so many rows, whatever the number of sessions: for few and for many."""
+    for sessions in (1, _MANY) if choice == Choice("serial") else (1,):
+        PlaceTimer(shape, sessions, rows, [choice], l2=0, device=device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -38,7 +38,9 @@ from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, ROW_BITS, kept_places
-from specla.kernels.gpu.serial_split import COLUMNS, NEAR, WARPS, WIDTHS, launch_split
+from specla.kernels.gpu.serial_batch import BatchForm, batch_form, launch_batch, programs_of
+from specla.kernels.gpu.serial_layouts import PARTS
+from specla.kernels.gpu.serial_split import COLUMNS, NEAR, WIDTHS, columns_of, launch_split
 
 _PREFETCHED = 8  # pending factors that are asked for as early as the state
 
@@ -54,7 +56,7 @@ class Tile(NamedTuple):
 def serial_tile(key_width: int, value_width: int) -> Tile:
     """The tile for a layer's widths, whatever the batch. With one warp no sum crosses warps."""
     if splits(key_width, value_width):
-        return Tile(key_width, COLUMNS, WARPS)
+        return Tile(key_width, COLUMNS, PARTS)
     block_k = triton.next_power_of_2(key_width)
     # Of 16 keys and 8 values a lane had a single row of S, and its product would be fused into the sum over lanes,
     # which then is another in each of them.
@@ -102,11 +104,17 @@ class SerialWorkspace:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `kept` and `arrived`."""
         tile = serial_tile(key_width, value_width)
-        tiles = triton.cdiv(value_width, tile.block_v)
-        on_chip = NEAR if splits(key_width, value_width) else 0
-        places = max(0, kept_places(bucket.tree_rows) - on_chip)
-        kept = (bucket.sessions, bucket.groups, value_heads, tiles, places, tile.block_k, tile.block_v)
-        return kept, (2, bucket.sessions, value_heads, tiles)
+        tiles, places = triton.cdiv(value_width, tile.block_v), kept_places(bucket.tree_rows)
+        lead, arrived = (bucket.sessions, bucket.groups, value_heads), (2, bucket.sessions, value_heads, tiles)
+        form = _batch_form(bucket, value_heads, key_width, value_width)
+        if form is not None:
+            programs = programs_of(bucket, value_heads, value_width, form)
+            return (programs, max(0, places - form.near), key_width, form.columns), arrived
+        if not splits(key_width, value_width):
+            return (*lead, tiles, places, tile.block_k, tile.block_v), arrived
+        columns = columns_of(bucket, value_heads, value_width)
+        tiles = value_width // columns
+        return (*lead, tiles, max(0, places - NEAR), key_width, columns), (2, bucket.sessions, value_heads, tiles)
 
 
 @triton.jit
@@ -349,30 +357,31 @@ def verify_serial(
         )
     check_places(workspace.kept, workspace.arrived, state=state)
     overlaps = overlapping(overlap, admit)
+    sizes, places = layer_sizes(state, pool, batch), kept_places(bucket.tree_rows)
+    form = _batch_form(bucket, value_heads, key_width, value_width)
+    if form is not None:
+        launch_batch(_by_name(rows, state, pool, batch, o, workspace), sizes, bucket, places, form, overlaps)
+        return
     tensors = (
         *(*rows, state, pool.k, pool.u, pool.g, o, workspace.kept, workspace.take_turn(), batch.slot, batch.row_start),
         *(batch.pending_len, batch.write_state, batch.groups, batch.pending, batch.pool_row),
         *(batch.schedule_len, batch.schedule),
     )
-    sizes = layer_sizes(state, pool, batch)
-    steps = {
-        "STEPS": bucket.tree_rows,
-        "GROUPS": bucket.groups,
-        "PLACES": kept_places(bucket.tree_rows),
-        "ROW_MASK": (1 << ROW_BITS) - 1,
-        "EMIT_BIT": EMIT_BIT,
-        "LEAF_BIT": LEAF_BIT,
-        "KEEP_SHIFT": KEEP_SHIFT,
-        "FETCH_SHIFT": FETCH_SHIFT,
-        "PLACE_MASK": PLACE_MASK,
-    }
     if splits(key_width, value_width):
-        launch_split(tensors, sizes, steps, bucket, overlaps)
+        launch_split(tensors, sizes, bucket, places, columns_of(bucket, value_heads, value_width), overlaps)
         return
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
         *tensors,
         **sizes,
-        **steps,
+        STEPS=bucket.tree_rows,
+        GROUPS=bucket.groups,
+        PLACES=places,
+        ROW_MASK=(1 << ROW_BITS) - 1,
+        EMIT_BIT=EMIT_BIT,
+        LEAF_BIT=LEAF_BIT,
+        KEEP_SHIFT=KEEP_SHIFT,
+        FETCH_SHIFT=FETCH_SHIFT,
+        PLACE_MASK=PLACE_MASK,
         BK=tile.block_k,
         BV=tile.block_v,
         LANES=min(128 // tile.block_v, tile.block_k),
@@ -385,6 +394,24 @@ def verify_serial(
         enable_fp_fusion=True,
         launch_pdl=overlaps > 0,
     )
+
+
+def _batch_form(bucket: Bucket, value_heads: int, key_width: int, value_width: int) -> BatchForm | None:
+    """How serial_batch.py does it, None if another kernel does."""
+    if not splits(key_width, value_width):
+        return None
+    return batch_form(bucket, key_width, value_heads, value_width)
+
+
+def _by_name(
+    rows: LayerRows, state: Tensor, pool: FactorPool, batch: PassBatch, o: Tensor, workspace: SerialWorkspace
+) -> dict[str, Tensor]:
+    """What serial_batch.py reads and writes, by the names of its parameters."""
+    named = {f"p_{name}": x for name, x in rows._asdict().items()}
+    named |= {"p_state": state, "p_pool_k": pool.k, "p_pool_u": pool.u, "p_pool_g": pool.g, "p_o": o}
+    named["p_kept"] = workspace.kept
+    data = ("slot", "row_start", "pending_len", "write_state", "pending", "pool_row", "schedule_len", "schedule")
+    return named | {f"p_{name}": getattr(batch, name) for name in data}
 
 
 def layer_sizes(state: Tensor, pool: FactorPool, batch: PassBatch) -> dict[str, int]:

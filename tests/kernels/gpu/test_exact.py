@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_layers import Dims, Layer, make_layer, written_factors
+from gpu_layers import Dims, Layer, assert_nothing_else_touched, make_layer, written_factors
 from torch import Tensor
 from tree_cases import chain, random_tree
 
@@ -14,6 +14,7 @@ from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
+from specla.kernels.gpu.serial_batch import batch_form
 from specla.kernels.topology import Topology
 
 SMALL = Dims(1, 2, 16, 16)
@@ -133,6 +134,34 @@ def test_rows_on_a_gpu(device: torch.device, dims: Dims, outputs: str, gates: st
     rng = random.Random(dims.key_width)
     trees = [random_tree(rng, n) for n in (1, 2, 17, 40, 64)] + [chain(16), TREES[0], random_tree(rng, 129)]
     check_rows(dims, trees, device, [1, 2, 4, 8], gates, torch.float32 if outputs == "float32" else dims.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64, 129])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        Dims(2, 4, 64, 64, torch.bfloat16),
+        Dims(4, 16, 128, 128, torch.float16),
+        Dims(2, 6, 256, 80, torch.bfloat16),
+        Dims(8, 8, 256, 256, torch.bfloat16),
+    ],
+    ids=lambda d: f"{d.value_heads}x{d.key_width}x{d.value_width}",
+)
+def test_many_programs_on_a_gpu(device: torch.device, dims: Dims, rows: int) -> None:
+    """The form for batches, in a bucket with places that nobody uses."""
+    rng = random.Random(rows)
+    trees = [random_tree(rng, rows), chain(rows), *(random_tree(rng, max(1, rows // n)) for n in (1, 2, 5)), TREES[2]]
+    places = 528 * 16 // (dims.value_heads * dims.value_width) + 3
+    bucket = Bucket(sessions=places, rows=max(places, sum(map(len, trees)) + 3), tree_rows=rows, pending=19)
+    assert batch_form(bucket, dims.key_width, dims.value_heads, dims.value_width) is not None
+    layer = make_layer(dims, trees, device, pending=[19, 0, 8, 9, 3, 1], bucket=bucket)
+    alone, committed = decode(layer.clone()), layer.state.clone()
+    flush(committed, layer.pool, *_lists([s.slot for s in layer.sessions], [s.pending for s in layer.sessions], device))
+    before = layer.clone()
+    assert all(torch.equal(a, b) for a, b in zip(run(layer), alone, strict=True))
+    assert torch.equal(layer.state, committed)
+    assert_nothing_else_touched(before, layer)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import triton
 from gpu_layers import Dims, make_layer
 from tree_cases import chain
 
-from specla.kernels.gpu import held, held_blocks, serial_split, streamed
+from specla.kernels.gpu import held, held_blocks, serial_batch, serial_split, streamed
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
@@ -86,6 +86,25 @@ def test_every_parameter_is_given(
     sizes = {name: recorder.bound[name] for name in ("POOL", "PENDING", "H", "HV", "K", "V")}
     assert sizes == {"POOL": pool.k.shape[1], "PENDING": 4, "H": 1, "HV": 2, "K": 64, "V": 128}
     assert recorder.bound["OVERLAP"] == 0
+
+
+@pytest.mark.parametrize(("sessions", "programs", "units"), [(34, 272, 272), (60, 396, 480)])
+def test_batches_take_the_form_for_many_programs(
+    monkeypatch: pytest.MonkeyPatch, sessions: int, programs: int, units: int
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    recorder = Recorder(serial_batch.verify_batch_kernel)
+    monkeypatch.setattr(serial_batch, "verify_batch_kernel", recorder)
+    bucket = Bucket(sessions=sessions, rows=100, tree_rows=32, pending=4)
+    layer = make_layer(Dims(1, 2, 64, 128, torch.bfloat16), [chain(3)], torch.device("cpu"), bucket=bucket)
+    workspace = SerialWorkspace.empty(bucket, 2, 64, 128, "cpu")
+    assert workspace.kept.shape[0] == programs, "places are a program's, not a session's"
+    verify_serial(layer.rows, layer.state, layer.pool, layer.batch, layer.o, workspace)
+    assert recorder.grid == (programs,)
+    assert recorder.bound["units"] == units
+    assert recorder.bound["p_kept"] is workspace.kept
+    assert recorder.bound["p_k"] is layer.rows.k
+    assert recorder.bound["p_schedule"] is layer.batch.schedule
 
 
 @pytest.mark.parametrize(

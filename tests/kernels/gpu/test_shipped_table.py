@@ -32,7 +32,8 @@ def places(as_on_a_gpu: None) -> list[tuple[Place, Times]]:
     """Those that were timed, with the microseconds of every tree and choice."""
     found = []
     for place in tuning_plan().places:
-        choices = {name_of(c): c for c in candidates(place.shape, place.sessions, list(place.topologies.values()))}
+        found_here = candidates(place.shape, place.sessions, list(place.topologies.values()), place.rows)
+        choices = {name_of(c): c for c in found_here}
         times = {
             tree: {choices[name]: us for name, us in RECORDED[f"{place.name}, {tree}"].items()}
             for tree in place.trees
