@@ -28,7 +28,7 @@ from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.serial_layouts import PARTS, by_quad, known_to_all, one_key, swizzled
 from specla.kernels.gpu.serial_layouts import tile as tile_layout
-from specla.kernels.gpu.serial_split import COLUMNS, PROGRAMS, rows_ready
+from specla.kernels.gpu.serial_split import COLUMNS, PROGRAMS, READY
 from specla.kernels.gpu.serial_walk import load_key, numbers, only_operands, only_row, quad_places, quads, walk
 from specla.kernels.gpu.tile_commit import outer_step
 
@@ -297,8 +297,8 @@ def batch_form(bucket: Bucket, key_width: int, value_heads: int, value_width: in
         return None
     columns = 32 if value_width % 32 == 0 else 16
     if bucket.tree_rows == 1:
-        return BatchForm(columns, 2, 0, 8, 4, 3, 168)
-    return BatchForm(columns, 1, 1, rows_ready(bucket), 8, 3, 168)
+        return BatchForm(columns, 2, 0, READY, 4, 3, 168)
+    return BatchForm(columns, 1, 1, READY, 8, 3, 168)
 
 
 def programs_of(bucket: Bucket, value_heads: int, value_width: int, form: BatchForm) -> int:

@@ -102,27 +102,26 @@ def values(columns: int) -> Any:
 
 
 @constexpr_function
-def rows_keys(width: int, rows: int) -> Any:
-    """k or q of 8 or 16 rows [4, rows, width]: a warp has every fourth pair; of a row a thread has what it has of S."""
+def eight_keys(width: int) -> Any:
+    """k or q of eight rows [4, 8, width]: two rows a warp; of one row a thread has what it has of S within warps."""
     own = width // 4
-    regs = [[0, 0, x] for x in powers(1, own)] + [[0, x, 0] for x in powers(8, rows)]
     lanes = [[0, 0, own], [0, 0, 2 * own], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [[0, 2, 0], [0, 4, 0]], [], [PARTS, rows, width])
+    regs = [[0, 0, x] for x in powers(1, own)]
+    return gl.DistributedLinearLayout(regs, lanes, [[0, 2, 0], [0, 4, 0]], [], [PARTS, 8, width])
 
 
 @constexpr_function
-def rows_sums(rows: int) -> Any:
-    """Of a thread's keys of these rows [4, 2, 2, rows]."""
+def eight_sums() -> Any:
+    """Of a thread's keys of eight rows [4, 2, 2, 8]."""
     lanes = [[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [2, 0, 0, 0]]
-    regs = [[0, 0, 0, x] for x in powers(8, rows)]
-    return gl.DistributedLinearLayout(regs, lanes, [[0, 0, 0, 2], [0, 0, 0, 4]], [], [PARTS, 2, 2, rows])
+    return gl.DistributedLinearLayout([], lanes, [[0, 0, 0, 2], [0, 0, 0, 4]], [], [PARTS, 2, 2, 8])
 
 
 @constexpr_function
-def rows_entries(rows: int) -> Any:
-    """Four numbers of each of these rows [rows, 4], where `rows_keys` has them."""
-    lanes, regs = [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], [[x, 0] for x in powers(8, rows)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *regs], lanes, [[2, 0], [4, 0]], [], [rows, 4])
+def eight_entries() -> Any:
+    """Four numbers of each of eight rows [8, 4], where `eight_keys` has the rows."""
+    lanes = [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[2, 0], [4, 0]], [], [8, 4])
 
 
 @constexpr_function

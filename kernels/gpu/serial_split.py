@@ -34,6 +34,9 @@ NEAR = 2
 PROGRAMS = 4 * 132
 """Of 16 columns that an H100 or H200 holds at once; others hold fewer or more, which costs time and nothing else."""
 
+READY = 16
+"""Rows of a tree that are made ready ahead."""
+
 _NEAR = gl.constexpr(NEAR)
 _REGISTERS = {16: 128, 32: 168}  # four programs a multiprocessor, or three
 
@@ -186,11 +189,6 @@ def columns_of(bucket: Bucket, value_heads: int, value_width: int) -> int:
     return 2 * COLUMNS if many and value_width % (2 * COLUMNS) == 0 else COLUMNS
 
 
-def rows_ready(bucket: Bucket) -> int:
-    """How many rows of a tree are made ready ahead."""
-    return 8 if bucket.tree_rows <= 8 else 16 if bucket.tree_rows <= 16 else 32
-
-
 def launch_split(
     tensors: Sequence[Tensor], sizes: Mapping[str, int], bucket: Bucket, places: int, columns: int, overlap: int
 ) -> None:
@@ -207,7 +205,7 @@ def launch_split(
         PLACES=places,
         W=PARTS,
         C=columns,
-        READY=rows_ready(bucket),
+        READY=READY,
         AT_ONCE=AT_ONCE,
         OVERLAP=overlap,
         num_warps=PARTS,

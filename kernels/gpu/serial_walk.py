@@ -24,11 +24,11 @@ from specla.kernels.gpu.serial_layouts import (
     by_column,
     by_quad,
     by_thread,
+    eight_entries,
+    eight_keys,
+    eight_sums,
     known_to_all,
     one_key,
-    rows_entries,
-    rows_keys,
-    rows_sums,
     sums,
     sums_of_all,
     values,
@@ -167,27 +167,26 @@ def _make_ready(
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
-    N: gl.constexpr,
 ):
-    """What N rows need besides S; p_steps points at their steps, places past the last one repeat it."""
+    """What eight rows need besides S; p_steps points at their steps, places past the last one repeat it."""
     KP: gl.constexpr = K // 4
-    KEYS: gl.constexpr = rows_keys(KP, N)
-    ENTRIES: gl.constexpr = rows_entries(N)
+    EIGHT: gl.constexpr = eight_keys(KP)
+    ENTRIES: gl.constexpr = eight_entries()
     FLAT: gl.constexpr = by_column(C)
-    row = gl.load(p_steps + gl.minimum(along(N, KEYS, 3, 1), last)) & ROW_MASK
-    o_key = row * (H * K) + along(4, KEYS, 3, 0) * KP + along(KP, KEYS, 3, 2)
+    row = gl.load(p_steps + gl.minimum(along(8, EIGHT, 3, 1), last)) & ROW_MASK
+    o_key = row * (H * K) + along(4, EIGHT, 3, 0) * KP + along(KP, EIGHT, 3, 2)
     k, q = gl.load(p_k + o_key), gl.load(p_q + o_key)
-    row = gl.load(p_steps + gl.minimum(gl.arange(0, N, layout=gl.SliceLayout(1, ENTRIES)), last)) & ROW_MASK
+    row = gl.load(p_steps + gl.minimum(gl.arange(0, 8, layout=gl.SliceLayout(1, ENTRIES)), last)) & ROW_MASK
     g, beta, pool_row = gl.load(p_g + row * HV), gl.load(p_beta + row * HV), gl.load(p_pool_row + row)
-    row = gl.load(p_steps + gl.minimum(along(N, FLAT, 2, 0), last)) & ROW_MASK
+    row = gl.load(p_steps + gl.minimum(along(8, FLAT, 2, 0), last)) & ROW_MASK
     at_values.store(gl.load(p_v + row * (HV * V) + along(C, FLAT, 2, 1)))
-    k = gl.permute(gl.reshape(k.to(gl.float32), [4, N, 2, 2, K // 16]), (0, 2, 3, 4, 1))
-    q = gl.permute(gl.reshape(q.to(gl.float32), [4, N, 2, 2, K // 16]), (0, 2, 3, 4, 1))
-    share = _added_up(q, k, 0.0, K // 16, N, rows_sums(N), True)
+    k = gl.permute(gl.reshape(k.to(gl.float32), [4, 8, 2, 2, K // 16]), (0, 2, 3, 4, 1))
+    q = gl.permute(gl.reshape(q.to(gl.float32), [4, 8, 2, 2, K // 16]), (0, 2, 3, 4, 1))
+    share = _added_up(q, k, 0.0, K // 16, 8, eight_sums(), True)
     q_k = gl.sum(gl.sum(gl.sum(share, 1), 1), 0)
     q_k = gl.convert_layout(q_k, gl.SliceLayout(1, ENTRIES), assert_trivial=True)
     named = gl.join(beta, pool_row.to(gl.float32, bitcast=True))
-    entries = gl.reshape(gl.join(gl.join(gl.exp(g), q_k), named), [N, 4])
+    entries = gl.reshape(gl.join(gl.join(gl.exp(g), q_k), named), [8, 4])
     at_entries.store(gl.convert_layout(entries, ENTRIES, assert_trivial=True))
 
 
@@ -322,18 +321,17 @@ def walk(
     k, q = load_key(p_k + next_row * (H * K), K, C, False), load_key(p_q + next_row * (H * K), K, C, False)
     at_table = layouts.shared_blocks(gl.float32, READY, [4])
     at_v = layouts.shared_blocks(NUMBER, READY, [C // 2, 2])
-    SOME: gl.constexpr = 16 if READY > 16 else READY  # at a time
-    some_table = at_table._reinterpret(gl.float32, [READY // SOME, SOME, 4], layouts.plain([SOME, 4]))
-    some_v = at_v._reinterpret(NUMBER, [READY // SOME, SOME, C], layouts.plain([SOME, C]))
+    some_table = at_table._reinterpret(gl.float32, [READY // 8, 8, 4], layouts.plain([8, 4]))
+    some_v = at_v._reinterpret(NUMBER, [READY // 8, 8, C], layouts.plain([8, C]))
     of_o, o_v = along(2, L, 4, 1) > 0, result_places(C, False)
     if PLACES > 0:
         at_near = layouts.shared_blocks(gl.float32, NEAR, [K * C // 512, 128, 4])
     for first in range(0, n_steps, READY):
         end = gl.minimum(first + READY, n_steps)
-        for part in range(0, (end - first + SOME - 1) // SOME):
-            p_part, last = p_steps + first + part * SOME, end - 1 - first - part * SOME
+        for part in range(0, (end - first + 7) // 8):
+            p_part, last = p_steps + first + part * 8, end - 1 - first - part * 8
             at, at_values = some_table.index(part), some_v.index(part)
-            _make_ready(p_q, p_k, p_v, p_g, p_beta, p_pool_row, p_part, last, at, at_values, H, HV, K, V, C, SOME)
+            _make_ready(p_q, p_k, p_v, p_g, p_beta, p_pool_row, p_part, last, at, at_values, H, HV, K, V, C)
         barrier()  # here, and not in each turn of the loop
         for i in range(first, end):
             b_k, b_q = numbers(k, K, C, False), numbers(q, K, C, False)
