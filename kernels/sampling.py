@@ -7,7 +7,6 @@ NumPy, whose calls cost a tenth of torch's. `sampling_torch.py` is the same func
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +52,7 @@ class SessionSampling:
         params.validate(vocab_size)
         self.params = params
         self.vocab_size = vocab_size
+        self.adjusts = params.adjusts
         self.is_plain_greedy = params.is_greedy and not params.adjusts and params.top_logprobs is None
         self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -82,6 +82,16 @@ class SessionSampling:
     def _output_ids(self) -> Ids:
         return np.flatnonzero(self._counts)
 
+    @property
+    def seen(self) -> NDArray[np.bool_]:
+        """bool [vocab_size], whether an id stands in prompt or output; empty where nothing penalizes."""
+        return self._seen
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """int32 [vocab_size], how often an id stands in the output; empty where nothing penalizes."""
+        return self._counts
+
     def seen_ids(self, path: Sequence[int]) -> Ids:
         """Ids of prompt, output and path, each once, for the repetition penalty: int64 [n]."""
         fresh = [token for token in dict.fromkeys(path) if not self._seen[token]]
@@ -104,8 +114,7 @@ class SessionSampling:
         return ids, penalties + np.float32(self.params.presence_penalty)
 
 
-@dataclass(frozen=True)
-class RowSampling:
+class RowSampling(NamedTuple):
     """Which token each row of a pass samples: its session, its position, and the candidates before it.
 
     Attributes:
@@ -118,9 +127,9 @@ class RowSampling:
 
     sessions: Sequence[SessionSampling]
     row_session: Sequence[int]
-    positions: Sequence[int]
-    parent_row: Sequence[int] = field(default=())
-    row_tokens: Sequence[int] = field(default=())
+    positions: Sequence[int] | Ids
+    parent_row: Sequence[int] = ()
+    row_tokens: Sequence[int] = ()
 
     def path(self, row: int) -> list[int]:
         """The candidates from the root, exclusive, to the row, inclusive."""
@@ -189,7 +198,7 @@ def sample(logits: "torch.Tensor | Row", rows: RowSampling) -> Sampled:
         if error is not None:
             errors[i] = error
             continue
-        tokens[i] = draw(processed, session.params, rows.positions[i])
+        tokens[i] = draw(processed, session.params, int(rows.positions[i]))
         if session.params.top_logprobs is not None:
             logprobs[i] = row_logprobs(row, int(tokens[i]), session.params.top_logprobs)
     return Sampled(tokens, errors, logprobs)

@@ -131,7 +131,7 @@ def sample_tensor(logits: torch.Tensor, rows: RowSampling) -> Sampled:
     noisy = [i for i in range(len(logits)) if not _params(rows, i).is_greedy]
     if noisy:
         seeds = [_params(rows, i).seed for i in noisy]
-        positions = [rows.positions[i] for i in noisy]
+        positions = [int(rows.positions[i]) for i in noisy]
         scores = scores.clone()
         scores[noisy] += gumbel_noise_tensor(seeds, positions, logits.shape[1], logits.device)
     best = scores.amax(dim=-1, keepdim=True)

@@ -110,6 +110,15 @@ class TreeBatch:
         return tuple(b for b, topology in enumerate(self.topologies) for _ in range(len(topology)))
 
     @cached_property
+    def _indices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.array(self.row_sessions), np.array(self.depths)
+
+    def positions(self, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """int64 [R], where the token after each row stands; `lengths` is of each session's text, its root included."""
+        sessions, depths = self._indices
+        return depths + (np.array(lengths)[sessions] if len(lengths) > 1 else lengths[0])
+
+    @cached_property
     def row_session(self) -> Tensor:
         """int64 [R], `row_sessions` as a tensor."""
         return torch.tensor(self.row_sessions, dtype=torch.int64)

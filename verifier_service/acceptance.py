@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from specla.kernels.topology import Topology
 from specla.rpc.errors import InvalidRequestError
@@ -67,8 +68,7 @@ class Stopping:
         return None
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """What one session gets out of a pass.
 
     Attributes:
@@ -84,12 +84,13 @@ class Acceptance:
     @property
     def drafted(self) -> tuple[bool, ...]:
         """For each of `tokens` whether it was a candidate."""
-        return tuple(i < len(self.rows) - 1 for i in range(len(self.tokens)))
+        accepted = len(self.rows) - 1
+        return (True,) * accepted + (False,) * (len(self.tokens) - accepted)
 
     @property
     def accepted_nodes(self) -> tuple[int, ...]:
         """Indices of the accepted candidates, root to leaf."""
-        return tuple(row - 1 for row in self.rows[1:])
+        return tuple([row - 1 for row in self.rows[1:]])
 
 
 def accept(
@@ -116,9 +117,12 @@ def accept(
         token = int(sampled[row])
         tokens.append(token)
         finish = stopping.finish_of(token, completion_len + len(tokens))
-        child = next((c for c in topology.children[row] if candidates[c - 1] == token), None)
-        if child is not None:
-            rows.append(child)
-        if finish is not None or child is None:
+        for child in topology.children[row]:
+            if candidates[child - 1] == token:
+                rows.append(child)
+                break
+        else:
+            child = 0
+        if finish is not None or not child:
             return Acceptance(tuple(rows), tuple(tokens), finish)
         row = child

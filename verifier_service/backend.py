@@ -46,17 +46,18 @@ class PassRows(Protocol):
     def take(self, index: int, rows: Sequence[int]) -> None:
         """These rows of the index-th session's tree, a path from its root, are part of its text now."""
 
+    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
+        """`take` for every session of the pass, in their order; an empty path leaves a session as it was."""
+
 
 class Backend(Protocol):
     """A target on one device, and the sessions' memory there. One thread at a time.
 
     Attributes:
-        scratch_slot: a slot that no caller ever gets.
         chain_rows: up to so many known tokens run as one chain of accepted rows.
         overlaps: whether `run` returns while the rows still run, so that the host can do other things meanwhile.
     """
 
-    scratch_slot: int
     chain_rows: int
     overlaps: bool
 

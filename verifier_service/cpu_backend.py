@@ -29,7 +29,6 @@ class CpuBackend:
     def __init__(self, weights: TargetWeights, store: StateStore) -> None:
         """For prepared weights and the sessions' states."""
         self.weights, self.store = weights, store
-        self.scratch_slot = store.scratch_slot
         self._pending: dict[int, PendingPath] = {}
         self._last_factors: PassFactors | None = None
 
@@ -173,3 +172,9 @@ class CpuPassRows:
         """Note the path; it is applied when the session runs again."""
         offset = self._batch.offsets[index]
         self._backend.wait(self._slots[index], self._out.factors, tuple(offset + row for row in rows))
+
+    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
+        """Likewise."""
+        for index, rows in enumerate(paths):
+            if rows:
+                self.take(index, rows)

@@ -22,17 +22,18 @@ import torch
 from specla.kernels.sampling import RowSampling, Sampled, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch, pack
-from specla.rpc.errors import InternalError, SessionCancelledError
+from specla.kernels.tree import pack
+from specla.rpc.errors import SessionCancelledError
 from specla.verifier_service import prefilling
-from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.acceptance import Acceptance, Stopping
 from specla.verifier_service.backend import Backend, PassRows
 from specla.verifier_service.backends import backend_for, memory_of
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of
 from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
-from specla.verifier_service.passes import PassItem, PassResult, accept_item, result_of, row_sampling
-from specla.verifier_service.prefilling import RunningPrefill, take
+from specla.verifier_service.inference import without_gradients
+from specla.verifier_service.passes import PassItem, PassResult, RunningPass, accept_item, result_of, row_sampling
+from specla.verifier_service.prefilling import RunningPrefill, move_on
 from specla.verifier_service.session import Session, check_opening, sampling_state
 from specla.verifier_service.target import Target
 
@@ -49,15 +50,6 @@ class GreedyChoice(NamedTuple):
     margin: float
 
 
-class RunningPass(NamedTuple):
-    """A pass that has begun."""
-
-    items: Sequence[PassItem]
-    batch: TreeBatch
-    out: PassRows
-    started: float
-
-
 class Engine:
     """A target and the sessions it runs.
 
@@ -66,6 +58,7 @@ class Engine:
         target: the loaded model and what it is called.
         memory: what it takes.
         max_sessions: slots, after the memory limit.
+        backend: where the model runs.
     """
 
     def __init__(self, config: VerifierConfig, backend: Backend | None = None, target: Target | None = None) -> None:
@@ -85,18 +78,18 @@ class Engine:
         self.target = target or Target.load(config)
         self.memory = memory_of(config, self.target)
         self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
-        self._backend = backend or backend_for(config, self.target, self.max_sessions)
+        self.backend: Backend = backend or backend_for(config, self.target, self.max_sessions)
         self._sessions: set[Session] = set()
 
     @property
     def free_slots(self) -> int:
         """How many sessions could still be opened."""
-        return self._backend.free_slots
+        return self.backend.free_slots
 
     @property
     def overlaps(self) -> bool:
         """Whether a pass that has begun runs by itself, on a device other than the thread's own."""
-        return self._backend.overlaps
+        return self.backend.overlaps
 
     def open(
         self,
@@ -131,7 +124,7 @@ class Engine:
             keep.validate(model.num_hidden_layers)
             if keep.layers and keep.window:
                 ring = FeatureRing(keep, model.hidden_size)
-        slot = self._backend.acquire()
+        slot = self.backend.acquire()
         session = Session(session_id, slot, prompt_ids, resumed_ids, state, stopping, ring)
         self._sessions.add(session)
         return session
@@ -142,7 +135,7 @@ class Engine:
 
         `progress` is told how many are done, of how many.
         """
-        backend = self._backend
+        backend = self.backend
         steps = [partial(backend.prepare_chunk, tokens) for tokens in backend.usual_chunks()]
         steps += [partial(backend.prepare, topologies) for topologies in backend.usual_batches()]
         for done, step in enumerate(steps, 1):
@@ -165,7 +158,7 @@ class Engine:
         """Start the next bounded piece of the first of these sessions, none of which is ready, and those of the others
         that may go with it. `end_prefill` is next, but for `release`."""
         assert all(session.slot is not None for session in sessions), "a released session cannot be prefilled"
-        return prefilling.begin(self._backend, sessions, self.config.chunk_tokens)
+        return prefilling.begin(self.backend, sessions, self.config.chunk_tokens)
 
     @torch.inference_mode()
     def end_prefill(self, running: RunningPrefill) -> int:
@@ -183,7 +176,7 @@ class Engine:
         """
         return self.end_pass(self.begin_pass(items))
 
-    @torch.inference_mode()
+    @without_gradients
     def begin_pass(self, items: Sequence[PassItem]) -> RunningPass:
         """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
         started = time.perf_counter()
@@ -192,10 +185,10 @@ class Engine:
         row_tokens = [token for item in items for token in (item.session.root_token, *item.tokens)]
         sampling = row_sampling(items, batch, row_tokens)
         layers = {layer for item in items for layer in _layers(item.session)}
-        out = self._backend.run(slots, batch, row_tokens, sampling, sorted(layers))
+        out = self.backend.run(slots, batch, row_tokens, sampling, sorted(layers))
         return RunningPass(items, batch, out, started)
 
-    @torch.inference_mode()
+    @without_gradients
     def end_pass(self, running: RunningPass) -> list[PassResult]:
         """Wait for a pass and move its sessions on.
 
@@ -208,7 +201,13 @@ class Engine:
         items, batch, out, started = running
         sampled = out.sampled  # waits
         seconds = time.perf_counter() - started
-        return [self._conclude(item, i, batch.offsets[i], out, sampled, seconds) for i, item in enumerate(items)]
+        results, paths = list[PassResult](), list[Sequence[int]]()
+        for item, offset in zip(items, batch.offsets[:-1], strict=True):
+            result, path = self._conclude(item, offset, out, sampled, seconds)
+            results.append(result)
+            paths.append(path)
+        out.take_all(paths)
+        return results
 
     def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
         """Hidden states kept of positions in [from_position, to_position), all below committed_len - 1.
@@ -224,29 +223,36 @@ class Engine:
     def measure_pass_times(self, rows: Sequence[int] = MEASURED_ROWS, repeats: int = 3) -> dict[int, float]:
         """Shortest duration in seconds of one session's pass, by number of rows, over a chain of candidates.
 
-        Costs `repeats` passes a size, in the engine's own slot: open sessions are not touched.
+        Costs `repeats` passes a size, in a slot that is free before and after.
+
+        Raises:
+            CapacityError: no slot is free.
         """
         chains = {count: Topology.from_wire(range(-1, count - 2)) for count in rows if count <= self.config.max_rows}
         for chain in chains.values():
-            self._backend.prepare([chain])
-        session = self._scratch_session()
+            self.backend.prepare([chain])
+        session = self._own_session()
         best: dict[int, float] = {}
         for _ in range(repeats):
             for count, chain in chains.items():
                 (result,) = self.run_pass([PassItem(session, chain, [0] * (count - 1))])
                 best[count] = min(best.get(count, result.seconds), result.seconds)
-        self._backend.clear(self._backend.scratch_slot)
+        self.release(session)
         return best
 
     @torch.inference_mode()
     def greedy_choices(self, text: Sequence[int], rows: int) -> list[GreedyChoice]:
         """What greedy decoding would choose after each token of a text that stands fixed, in passes of `rows` rows.
 
-        In the engine's own slot: open sessions are not touched.
+        In a slot that is free before and after.
+
+        Raises:
+            CapacityError: no slot is free.
         """
         assert 1 <= rows <= self.config.max_rows
-        session, found = self._scratch_session(), []
-        slot = self._backend.scratch_slot
+        session, found = self._own_session(), []
+        slot = session.slot
+        assert slot is not None
         for start in range(0, len(text), rows):
             tokens = text[start : start + rows]
             batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
@@ -257,12 +263,12 @@ class Engine:
                 parent_row=batch.parents,
                 row_tokens=tokens,
             )
-            out = self._backend.run([slot], batch, tokens, sampling)
+            out = self.backend.run([slot], batch, tokens, sampling)
             for row, token in enumerate(out.sampled.tokens.tolist()):
                 second, first = np.partition(out.logits(row), -2)[-2:]
                 found.append(GreedyChoice(token, float(first - second)))
             out.take(0, range(len(tokens)))
-        self._backend.clear(slot)
+        self.release(session)
         return found
 
     def release(self, session: Session) -> None:
@@ -272,18 +278,17 @@ class Engine:
         self._sessions.discard(session)
         session.feature_ring = None
         slot, session.slot = session.slot, None
-        self._backend.release(slot)
+        self.backend.release(slot)
 
     def close(self) -> None:
         """Release all sessions; harmless twice."""
         for session in list(self._sessions):
             self.release(session)
 
-    def _scratch_session(self) -> Session:
-        """A session without end in the slot that no caller ever gets."""
-        self._backend.clear(self._backend.scratch_slot)
+    def _own_session(self) -> Session:
+        """A session without end, for the engine's own measurements."""
         sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.config.vocab_size)
-        return Session(b"", self._backend.scratch_slot, [0], [], sampling, Stopping(max_tokens=1 << 31), None)
+        return Session(b"", self.backend.acquire(), [0], [], sampling, Stopping(max_tokens=1 << 31), None)
 
     def _check_items(self, items: Sequence[PassItem]) -> list[int]:
         """The items' slots; anything wrong here is a fault of the caller."""
@@ -299,21 +304,22 @@ class Engine:
         return slots
 
     def _conclude(
-        self, item: PassItem, index: int, offset: int, out: PassRows, sampled: Sampled, seconds: float
-    ) -> PassResult:
-        """Accept an item's tokens and move its session on; the only place where a pass changes a session."""
+        self, item: PassItem, offset: int, out: PassRows, sampled: Sampled, seconds: float
+    ) -> tuple[PassResult, Sequence[int]]:
+        """Accept an item's tokens and move its session on; the only place where a pass changes a session.
+
+        Returns the rows that are part of its text now, too.
+        """
         session, base_len = item.session, item.session.committed_len
-        if session.slot is None:
-            return PassResult(session=session, base_len=base_len, error=_RELEASED, seconds=seconds)
-        acceptance = accept_item(item, offset, sampled)
-        if isinstance(acceptance, InternalError):
-            return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds)
+        acceptance = _RELEASED if session.slot is None else accept_item(item, offset, sampled)
+        if not isinstance(acceptance, Acceptance):
+            return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds), ()
         result = result_of(item, offset, acceptance, out, seconds)
-        take(session, out, index, offset, acceptance.rows)
+        move_on(session, out, offset, acceptance.rows)
         session.tokens += acceptance.tokens
         session.sampling_state.extend(acceptance.tokens)
         session.finish = acceptance.finish
-        return result
+        return result, acceptance.rows
 
 
 def _layers(session: Session) -> tuple[int, ...]:

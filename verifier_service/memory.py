@@ -20,6 +20,9 @@ class Memory(Protocol):
             InvalidRequestError: not even one fits the limit.
         """
 
+    def beyond(self, sessions: int, max_rows: int) -> int:
+        """Bytes that a backend has taken beyond what was counted, once its passes are ready; 0 or less for none."""
+
 
 @dataclass(frozen=True)
 class MemoryAccount:
@@ -41,6 +44,10 @@ class MemoryAccount:
         window = (config.conv_size - 1) * config.conv_dim
         factors = config.key_dim + config.value_dim + heads + config.conv_dim
         return cls(FLOAT32 * layers * (recurrent + window), FLOAT32 * layers * factors)
+
+    def beyond(self, sessions: int, max_rows: int) -> int:
+        """None: pages come as they are written, and the limit is on sessions alone."""
+        return 0
 
     def session_bytes(self, max_rows: int) -> int:
         """Bytes of one session: its slot, and two passes' factors at the most."""

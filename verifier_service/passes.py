@@ -1,7 +1,6 @@
 """What a session brings to a pass and what it takes away: pure functions around the forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, Sampled, row_logprobs
@@ -13,8 +12,7 @@ from specla.verifier_service.backend import PassRows
 from specla.verifier_service.session import Session
 
 
-@dataclass(frozen=True)
-class PassItem:
+class PassItem(NamedTuple):
     """One session's part of a pass.
 
     Attributes:
@@ -28,6 +26,15 @@ class PassItem:
     topology: Topology
     tokens: Sequence[int] = ()
     top_k: int = 0
+
+
+class RunningPass(NamedTuple):
+    """A pass that has begun."""
+
+    items: Sequence[PassItem]
+    batch: TreeBatch
+    out: PassRows
+    started: float
 
 
 class PassResult(NamedTuple):
@@ -60,11 +67,10 @@ class PassResult(NamedTuple):
 
 def row_sampling(items: Sequence[PassItem], batch: TreeBatch, row_tokens: Sequence[int]) -> RowSampling:
     """Which token each row of the batch samples; `row_tokens` are the rows' own tokens, [R]."""
-    base = [item.session.committed_len for item in items]
     return RowSampling(
         sessions=[item.session.sampling_state for item in items],
         row_session=batch.row_sessions,
-        positions=[base[session] + depth for session, depth in zip(batch.row_sessions, batch.depths, strict=True)],
+        positions=batch.positions([item.session.committed_len for item in items]),
         parent_row=() if batch.roots_only else batch.parents,
         row_tokens=row_tokens,
     )
@@ -83,23 +89,26 @@ def accept_item(item: PassItem, offset: int, sampled: Sampled) -> Acceptance | I
 
 def result_of(item: PassItem, offset: int, acceptance: Acceptance, out: PassRows, seconds: float) -> PassResult:
     """What to report of an accepted walk, before the session moves on."""
-    count = len(acceptance.tokens)
-    rows = [offset + row for row in acceptance.rows[:count]]  # token i was sampled after row i of the walk
+    session, (accepted, tokens, finish) = item.session, acceptance
+    wants_logprobs = session.sampling_state.params.top_logprobs is not None
     logprobs = top = None
-    if item.session.sampling.top_logprobs is not None:
-        logprobs = tuple(out.sampled.logprobs[row] for row in rows)
-    if item.top_k:
-        top = tuple(
-            row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, acceptance.tokens, strict=True)
-        )
+    if wants_logprobs or item.top_k:
+        rows = [offset + row for row in accepted[: len(tokens)]]  # token i was sampled after row i of the walk
+        if wants_logprobs:
+            logprobs = tuple(out.sampled.logprobs[row] for row in rows)
+        if item.top_k:
+            top = tuple(
+                row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, tokens, strict=True)
+            )
     return PassResult(
-        session=item.session,
-        base_len=item.session.committed_len,
-        accepted_nodes=acceptance.accepted_nodes,
-        tokens=acceptance.tokens,
-        drafted=acceptance.drafted,
-        finish=acceptance.finish,
-        logprobs=logprobs,
-        top=top,
-        seconds=seconds,
+        session,
+        session.committed_len,
+        acceptance.accepted_nodes,
+        tokens,
+        acceptance.drafted,
+        finish,
+        logprobs,
+        top,
+        None,
+        seconds,
     )

@@ -79,7 +79,9 @@ def end(running: RunningPrefill) -> int:
     if running.chain is not None:
         (piece,) = running.pieces
         if piece.session.slot is not None:
-            take(piece.session, running.chain, 0, 0, range(piece.stop - piece.start))
+            rows = range(piece.stop - piece.start)
+            running.chain.take(0, rows)
+            move_on(piece.session, running.chain, 0, rows)
         return piece.stop - piece.start
     assert running.chunks is not None
     for piece, streams in zip(running.pieces, running.chunks.wait(), strict=True):
@@ -94,9 +96,8 @@ def end(running: RunningPrefill) -> int:
     return sum(piece.stop - piece.start for piece in running.pieces)
 
 
-def take(session: Session, out: PassRows, index: int, offset: int, rows: Sequence[int]) -> None:
-    """These rows of the index-th session's tree of a pass, which begins at `offset`, are part of its text now."""
-    out.take(index, rows)
+def move_on(session: Session, out: PassRows, offset: int, rows: Sequence[int]) -> None:
+    """These rows of the session's tree of a pass, which begins at `offset`, are part of its text now."""
     session.run_len += len(rows)
     ring = session.feature_ring
     if ring is not None:

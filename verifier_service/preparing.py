@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.cost_model import PassTimes, measure
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.memory import MIB
 
 log = structlog.get_logger("specla.verifier")
 
@@ -23,7 +24,8 @@ def pass_times_of(engine: Engine, clock: Callable[[], float]) -> PassTimes:
 
 
 def prepare(engine: Engine) -> None:
-    """A bar on a terminal, and one line in the log when there was something to do.
+    """A bar on a terminal, and one line in the log when there was something to do; another one where that has taken
+    more memory than was counted.
 
     Raises:
         InvalidRequestError: a GPU has no room for the passes beside the sessions.
@@ -49,3 +51,6 @@ def prepare(engine: Engine) -> None:
             ) from None
     if made:
         log.info("passes_ready", passes=made, seconds=round(time.monotonic() - begun, 1))
+    beyond = engine.memory.beyond(engine.max_sessions, engine.config.max_rows)
+    if beyond > 0:
+        log.warning("memory_beyond_account", mib=-(-beyond // MIB))

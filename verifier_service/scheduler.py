@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
+import torch
 
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import internal_error
@@ -235,8 +236,9 @@ class Scheduler:
     def _run(self) -> None:
         why = unavailable("the verifier is shutting down")
         try:
-            while not self._is_done():
-                self._turn()
+            with torch.inference_mode():
+                while not self._is_done():
+                    self._turn()
         except BaseException as error:
             why = unavailable("the verifier has failed")
             internal_error("scheduler", error)

@@ -60,13 +60,12 @@ class StateStore:
     """
 
     def __init__(self, config: GatedDeltaNetConfig, slots: int) -> None:
-        """Allocate `slots` slots, and one more that belongs to the engine's own measurements."""
+        """Allocate `slots` slots."""
         layers = config.num_hidden_layers
         self.recurrent_state = torch.zeros(
-            slots + 1, layers, config.value_heads, config.head_dim, config.head_v_dim, dtype=torch.float32
+            slots, layers, config.value_heads, config.head_dim, config.head_v_dim, dtype=torch.float32
         )
-        self.conv_state = torch.zeros(slots + 1, config.conv_size - 1, layers, config.conv_dim, dtype=torch.float32)
-        self.scratch_slot = slots
+        self.conv_state = torch.zeros(slots, config.conv_size - 1, layers, config.conv_dim, dtype=torch.float32)
         self._slots = Slots(slots)
 
     @property

@@ -44,7 +44,7 @@ def measure_penalties(*, l2: int, device: str = "cuda") -> list[Row]:
     for length in LENGTHS:
         entries, count = _prepared(length, device)
         _check(entries, _rows(length), device)
-        work = _work(f"{count:,} entries, texts of {length:,} tokens", logits, entries)
+        work = _work(f"lists of {count:,} changes, texts of {length:,} tokens", logits, entries)
         graphs.append(Graph.capture(work))
     return [Row.of(CASE, name, samples, "us") for name, samples in in_turns(graphs, ROUNDS).items()]
 
@@ -70,12 +70,12 @@ def _rows(length: int) -> RowSampling:
 
 
 def _prepared(length: int, device: str) -> tuple[LogitEntries, int]:
-    """Entries in a buffer of just their number, and that number."""
+    """Changes on the device, and how long all sessions' lists are."""
     rows = _rows(length)
-    largest = ROWS * (length + 2)
-    entries = LogitEntries(ROWS, VOCABULARY, largest, device)
-    entries.fill(rows)
-    return entries, int(entries.buffer[0])
+    entries = LogitEntries(ROWS, VOCABULARY, _SESSIONS * (length + 2), device)
+    changes = entries.changes_of(rows)
+    entries.put(changes)
+    return entries, len(changes.shared)
 
 
 def _check(entries: LogitEntries, rows: RowSampling, device: str) -> None:

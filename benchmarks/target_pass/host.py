@@ -1,25 +1,40 @@
 """The host's part of an iteration: what the GPU waits for between two passes of an engine in this process.
 
 An engine runs passes back to back: items in, tokens out, sessions moved on. What an iteration takes beyond the pass
-itself, timed alone on the device (cases.py), is on the critical path.
+itself is on the critical path. The same passes are timed alone on the device, between the iterations: replayed back to
+back, so that nothing waits for the host.
 """
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
-from specla.benchmarks.target_pass.cases import SAMPLING, Case
+import torch
+
+from specla.benchmarks.target_pass.cases import SAMPLING, Case, Cycle
 from specla.kernels.gpu.selector import Mode
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
 from specla.verifier_service.session import Session
 from specla.verifier_service.target import Target
 
-PASSES = 60
+PASSES = 120
 _WARMING = 20
+_ALONE_EVERY = 9  # passes; odd, since every second one may store the states
+
+
+class Iterations(NamedTuple):
+    """Microseconds."""
+
+    whole: list[float]
+    """From call to call."""
+    alone: list[float]
+    """The passes alone, on the device."""
 
 
 def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) -> Engine:
@@ -41,17 +56,23 @@ def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) 
     return Engine(config, target=target)
 
 
-def iterations_us(engine: Engine, case: Case, passes: int = PASSES) -> list[float]:
-    """Microseconds of consecutive passes, from call to call."""
+@torch.inference_mode()
+def iterations(engine: Engine, case: Case, passes: int = PASSES) -> Iterations:
+    """Of consecutive passes, in the mode that a scheduler runs them in."""
+    assert isinstance(engine.backend, GpuBackend)
     items = [_item(engine, case, seed) for seed in range(case.sessions)]
-    found = []
-    for _ in range(_WARMING + passes):
+    found = Iterations([], [])
+    for number in range(_WARMING + passes):
         begun = time.perf_counter()
         engine.run_pass(items)
-        found.append((time.perf_counter() - begun) * 1e6)
+        whole = (time.perf_counter() - begun) * 1e6
+        if number >= _WARMING:
+            found.whole.append(whole)
+            if number % _ALONE_EVERY == 0:
+                found.alone.append(Cycle("", [engine.backend.pass_of([case.topology] * case.sessions)]).sample())
     for item in items:
         engine.release(item.session)
-    return found[_WARMING:]
+    return found
 
 
 def _item(engine: Engine, case: Case, seed: int) -> PassItem:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from specla.kernels.gpu.factor_pool import Ints, PoolTable, take_rows
 from specla.kernels.gpu.schedule import schedule
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.jit import compiled
@@ -36,7 +36,7 @@ ALIGNED = 4
 
 _REMEMBERED = 16  # batches of trees, of a bucket
 
-Ints = NDArray[np.int32]
+_OF_SESSIONS = ("slot", "row_start", "pending_len", "write_state", "pending", "history", "pool_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,8 @@ class PassBatch:
         for name, view in _views(self.buffer, bucket).items():
             setattr(self, name, view)
         self._arrays = _views(self._upload.words(), bucket)
+        first = dict(zip(bucket.shapes(), _firsts(bucket), strict=True))
+        self._first = tuple(first[name] for name in _OF_SESSIONS)
         self._laid_out = lru_cache(maxsize=_REMEMBERED)(self._lay_out)
         self.fill(())
 
@@ -179,45 +181,60 @@ class PassBatch:
         largest = _largest(sessions)
         self._refuse_outside(largest)
         self._largest = largest
-        self.put(
-            tuple(session.topology for session in sessions),
-            [session.slot for session in sessions],
-            [session.pool_rows for session in sessions],
-            [session.pending for session in sessions],
-            [session.history for session in sessions],
-            [session.write_state for session in sessions],
-        )
-
-    def put(
-        self,
-        topologies: tuple[Topology, ...],
-        slots: Sequence[int],
-        pool_rows: Sequence[Sequence[int]],
-        pending: Sequence[Sequence[int]],
-        history: Sequence[Sequence[int]],
-        write_state: Sequence[bool],
-    ) -> None:
-        """`fill` without its checks, for a caller whose slots and pool rows come from the store's own lists.
-
-        Each argument has an entry a session, as `SessionPass` names them.
-        """
-        self._upload.words()[:] = self._laid_out(topologies)
-        arrays, count = self._arrays, len(slots)
-        arrays["slot"][:count] = slots
-        arrays["write_state"][:count] = write_state
-        arrays["pending_len"][:count] = [len(rows) for rows in pending]
-        flat = list(chain.from_iterable(pool_rows))
-        arrays["pool_row"][: len(flat)] = flat
-        for b, rows in enumerate(pending):
-            if rows:
-                arrays["pending"][b, : len(rows)] = rows
-        for b, rows in enumerate(history):
-            if rows:
-                arrays["history"][b] = rows
+        self._upload.words()[:], _ = self._laid_out(tuple(session.topology for session in sessions))
+        arrays, at = self._arrays, 0
+        for b, session in enumerate(sessions):
+            arrays["slot"][b], arrays["write_state"][b] = session.slot, session.write_state
+            arrays["pending_len"][b] = len(session.pending)
+            arrays["pending"][b, : len(session.pending)] = session.pending
+            arrays["history"][b, : len(session.history)] = session.history
+            arrays["pool_row"][at : at + len(session.pool_rows)] = session.pool_rows
+            at += len(session.pool_rows)
         self._upload.send()
 
-    def _lay_out(self, topologies: tuple[Topology, ...]) -> Ints:
-        """int32 [words], what the trees alone decide, as the arrays lie; the rest as in an unused place."""
+    def put(self, topologies: tuple[Topology, ...], slots: Ints, pools: PoolTable, most_pending: int) -> bool:
+        """`fill` without its checks, for sessions whose pools a table knows: they get free rows there.
+
+        The state of a session is stored if this pass could make more than `most_pending` rows pending.
+
+        Args:
+            topologies: one a session.
+            slots: int32 [sessions].
+            pools: of all slots.
+            most_pending: accepted rows of a session that may wait.
+
+        Returns:
+            Whether it was done: not where more than `most_pending` rows of a session are pending already.
+
+        Raises:
+            ValueError: a pool has too few rows.
+        """
+        laid_out, depths = self._laid_out(topologies)
+        words, place = self._upload.words(), self._first
+        done: int = _put(
+            words,
+            laid_out,
+            place,
+            slots,
+            depths,
+            pools.words,
+            pools.rows,
+            pools.kept,
+            self.bucket.pending,
+            most_pending,
+        )
+        if done < 0:
+            raise ValueError("the pools have no rows left for this pass: give them more, or let fewer be pending")
+        self._upload.send()
+        return done > 0
+
+    def stored(self, pools: PoolTable) -> None:
+        """Notes in the table which states the pass that was put stores."""
+        _note_stored(self._arrays["slot"], self._arrays["write_state"], pools.words)
+
+    def _lay_out(self, topologies: tuple[Topology, ...]) -> tuple[Ints, Ints]:
+        """int32 [words], what the trees alone decide, as the arrays lie, the rest as in an unused place; and int32
+        [sessions], the rows of each tree's longest path."""
         bucket = self.bucket
         flat = np.zeros(self._upload.buffer.shape[0], np.int32)
         arrays = _views(flat, bucket)
@@ -242,7 +259,7 @@ class PassBatch:
             at += n
         arrays["row_start"][len(topologies) :] = at
         flat.setflags(write=False)
-        return flat
+        return flat, np.array([len(topology.levels) for topology in topologies], np.int32)
 
     def bind(self, *, slots: int, pool_rows: int) -> None:
         """Holds this and all later contents to a store of so many slots and pool rows; a kernel's wrapper calls it.
@@ -267,12 +284,16 @@ class PassBatch:
 
 def _views(flat: Any, bucket: Bucket) -> dict[str, Any]:
     """The arrays within a buffer of theirs, on the host or the device."""
-    views, at = {}, 0
-    for name, shape in bucket.shapes().items():
-        size = int(np.prod(shape))
-        views[name] = flat[at : at + size].reshape(shape)
-        at += -(-size // ALIGNED) * ALIGNED
+    views = {}
+    for (name, shape), at in zip(bucket.shapes().items(), _firsts(bucket), strict=True):
+        views[name] = flat[at : at + int(np.prod(shape))].reshape(shape)
     return views
+
+
+def _firsts(bucket: Bucket) -> list[int]:
+    """Where each array begins."""
+    sizes = [-(-int(np.prod(shape)) // ALIGNED) * ALIGNED for shape in bucket.shapes().values()]
+    return [0, *accumulate(sizes[:-1])]
 
 
 def _largest(sessions: Sequence[SessionPass]) -> tuple[int, int]:
@@ -307,6 +328,48 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
             raise ValueError(
                 f"pool rows {list(pool)} for {n} rows: give each its own, none of {sorted(in_use)} still in use"
             )
+
+
+@compiled
+def _put(
+    words: Any,
+    laid_out: Any,
+    first: Any,
+    slots: Any,
+    depths: Any,
+    table: Any,
+    rows: int,
+    kept: int,
+    places: int,
+    most_pending: int,
+) -> int:
+    """See `PassBatch.put`; `first` is where the arrays of _OF_SESSIONS begin, `places` a session's pending places."""
+    for b in range(len(slots)):
+        if table[slots[b], 0] > most_pending:
+            return 0
+    words[:] = laid_out
+    slot, row_start, pending_len, write_state, pending, history, pool_row = first
+    for b in range(len(slots)):
+        own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]
+        count = words[row_start + b + 1] - at
+        words[slot + b], words[pending_len + b] = slots[b], waiting
+        words[write_state + b] = waiting + depths[b] > most_pending
+        for i in range(waiting):
+            words[pending + b * places + i] = own[1 + i]
+        for i in range(kept):
+            words[history + b * kept + i] = own[1 + rows + i]
+        if take_rows(own, rows, kept, count) < count:
+            return -1
+        for i in range(count):
+            words[pool_row + at + i] = own[1 + rows + kept + i]
+    return 1
+
+
+@compiled
+def _note_stored(slot: Any, write_state: Any, table: Any) -> None:
+    for b in range(len(slot)):
+        if slot[b] >= 0 and write_state[b]:
+            table[slot[b], 0] = 0
 
 
 @compiled

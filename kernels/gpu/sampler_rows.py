@@ -15,6 +15,9 @@ from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling, SessionSampling
 
 _MASK_32 = 0xFFFFFFFF
+MOST_SCORED = 256
+"""Rows whose scores are kept at a time: more of them sample in several launches."""
+
 _LARGEST_VOCABULARY = (1 << 21) - 1  # what the kernel's packed counts hold
 
 _FIELDS: WeakKeyDictionary[SessionSampling, NDArray[np.int32]] = WeakKeyDictionary()
@@ -58,7 +61,7 @@ class SamplerRows:
         temperature: float32 [R], 0 is greedy.
         top_p: float32 [R], 1 is off.
         log_min_p: float32 [R], -inf is off.
-        scores: float32 [R, vocab_size], scratch.
+        scores: float32 [S, vocab_size], scratch; S rows sample at a time, MOST_SCORED unless a scratch is given.
         arrived: int32 [R], programs of a row that are done; 0 between calls.
         part_best, part_largest: float32 [R, splits], scratch.
         part_id: int32 [R, splits], scratch.
@@ -95,11 +98,13 @@ class SamplerRows:
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
         self._last: tuple[tuple[SessionSampling, ...], tuple[int, ...]] = ((), ())
         self._upload = Upload(self.words(rows), device, within=within)
+        self._ints = self._upload.words().reshape(8, rows)
+        self._positions = self._ints[4].view(np.uint32)
         self.buffer = self._upload.buffer.view(8, rows)
         self.used, self.top_k = self.buffer[0], self.buffer[1]
         self.seed, self.position = self.buffer[2:4].view(-1).view(rows, 2), self.buffer[4]
         self.temperature, self.top_p, self.log_min_p = self.buffer[5:].view(torch.float32)
-        self.scores = torch.empty(rows, vocab_size, device=device) if scores is None else scores
+        self.scores = torch.empty(min(rows, MOST_SCORED), vocab_size, device=device) if scores is None else scores
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.part_best = torch.empty(rows, self.splits, device=device)
         self.part_largest = torch.empty(rows, self.splits, device=device)
@@ -116,17 +121,26 @@ class SamplerRows:
         Raises:
             ValueError: more rows than places, or a session of another vocabulary.
         """
-        count, places = len(rows.row_session), self.buffer.shape[1]
+        count, (_, places) = len(rows.row_session), self._ints.shape
         if count > places or len(rows.positions) != count:
             raise ValueError(f"{count} rows with {len(rows.positions)} positions: give one each, at most {places}")
+        self._upload.words()  # waits
+        self._positions[:count] = rows.positions
+        if not self._filled_with(rows):
+            self._fill_fields(rows)
+        self._upload.send()
+
+    def _filled_with(self, rows: RowSampling) -> bool:
+        """Whether the places hold these sessions' rows already, but for positions."""
+        sessions, indices = self._last
+        return tuple(rows.row_session) == indices and tuple(rows.sessions) == sessions
+
+    def _fill_fields(self, rows: RowSampling) -> None:
+        """All but the positions."""
         for session in rows.sessions:
             if session.vocab_size != self.vocab_size:
                 raise ValueError(f"a session samples of {session.vocab_size} ids: give sessions of {self.vocab_size}")
-        ints = self._upload.words().reshape(8, places)
-        ints[4, :count].view(np.uint32)[:] = rows.positions
-        if self._filled_with(rows):
-            self._upload.send()
-            return
+        count, ints = len(rows.row_session), self._ints
         used, seeds = ints[0], ints[2:4].reshape(-1, 2)
         used[:count], used[count:] = 1, 0
         if len(rows.sessions) == 1:
@@ -136,12 +150,7 @@ class SamplerRows:
         ints[1, :count] = fields[0]
         seeds[:count] = fields[1:3].T
         ints[5:, :count] = fields[3:, None] if fields.ndim == 1 else fields[3:]
-        self._upload.send()
-
-    def _filled_with(self, rows: RowSampling) -> bool:
-        """Whether the places hold these sessions' rows already, but for positions; they will from now on."""
-        last, self._last = self._last, (tuple(rows.sessions), tuple(rows.row_session))
-        return last == self._last
+        self._last = (tuple(rows.sessions), tuple(rows.row_session))
 
     def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:
         """What does not change while a session runs: int32 [6], floats as their bits."""
@@ -161,12 +170,11 @@ class SamplerRows:
         """Where the arrays are."""
         return self.buffer.device
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What the kernel is given, in the order of its arguments."""
-        return (
-            self.used, self.temperature, self.top_k, self.top_p, self.log_min_p, self.seed, self.position,
-            self.scores, self.arrived, self.part_best, self.part_largest, self.part_id,
-        )  # fmt: skip
+    def tensors(self, rows: slice) -> tuple[Tensor, ...]:
+        """What the kernel is given for some rows, no more than have scores, in the order of its arguments."""
+        parameters = self.used, self.temperature, self.top_k, self.top_p, self.log_min_p, self.seed, self.position
+        parts = self.arrived, self.part_best, self.part_largest, self.part_id
+        return *(x[rows] for x in parameters), self.scores, *(x[rows] for x in parts)
 
 
 def _bits(value: int) -> int:

@@ -252,21 +252,22 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
-    rows, vocab_size = parameters.scores.shape
     _check(logits, parameters, tokens, errors)
-    config, splits = parameters.config, parameters.splits
+    config, splits, step = parameters.config, parameters.splits, len(parameters.scores)
     overlap = overlap and not _INTERPRETED
-    _sample[(rows, splits)](
-        logits, tokens, errors, *parameters.tensors(),
-        logits.stride(0),
-        VOCAB=vocab_size, CHUNK=config.chunk, SWEEP=config.sweep, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
-        INTERPRETED=_INTERPRETED, OVERLAP=overlap,
-        num_warps=config.warps, launch_pdl=overlap,
-    )  # fmt: skip
+    for first in range(0, len(logits), step):
+        part = slice(first, first + step)
+        _sample[(len(logits[part]), splits)](
+            logits[part], tokens[part], errors[part], *parameters.tensors(part),
+            logits.stride(0),
+            VOCAB=parameters.vocab_size, CHUNK=config.chunk, SWEEP=config.sweep,
+            SPLITS=splits, PARTS=triton.next_power_of_2(splits), INTERPRETED=_INTERPRETED, OVERLAP=overlap,
+            num_warps=config.warps, launch_pdl=overlap,
+        )  # fmt: skip
 
 
 def _check(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor) -> None:
-    rows, vocab_size = parameters.scores.shape
+    rows, vocab_size = len(parameters.used), parameters.vocab_size
     wanted = {
         "logits": (logits, (rows, vocab_size), (torch.float32, torch.bfloat16, torch.float16)),
         "tokens": (tokens, (rows,), (torch.int32, torch.int64)),

@@ -64,7 +64,8 @@ class Upload:
         room = self.room(words)  # `fetch` takes whole pieces of 16 bytes
         self._host = torch.zeros(room, dtype=torch.int32, pin_memory=on_gpu)[:words]
         self._words = self._host.numpy()
-        self._sent = torch.cuda.Event() if on_gpu else None
+        self._own_event = torch.cuda.Event() if on_gpu else None
+        self._sent: torch.cuda.Event | None = None
         self.buffer = torch.zeros(room, dtype=torch.int32, device=device)[:words] if into is None else into
 
     @staticmethod
@@ -86,8 +87,7 @@ class Upload:
         if self._whole is not None:
             return
         self.buffer[:words].copy_(self._host[:words], non_blocking=True)
-        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-            self.sent()
+        self._note()
 
     def fetch(self) -> None:
         """`send` of all words as a kernel that reads them where they are, for the first launch of a captured graph.
@@ -100,17 +100,25 @@ class Upload:
             return
         words = len(self.buffer)
         _fetch[(triton.cdiv(words, _BLOCK),)](self._host, self.buffer, words, BLOCK=_BLOCK, OVERLAP=True, num_warps=4)
-        if not torch.cuda.is_current_stream_capturing():
-            self.sent()
+        self._note()
 
-    def sent(self) -> None:
-        """Notes that a copy is queued in the current stream."""
-        if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self.buffer.device))
+    def sent(self, event: torch.cuda.Event) -> None:
+        """Notes that a copy is queued; the event was recorded behind it."""
+        self._sent = event
+
+    def arrived(self) -> None:
+        """Notes that the last copy is over, for whoever has waited for something behind it."""
+        self._sent = None
+
+    def _note(self) -> None:
+        if self._own_event is not None and not torch.cuda.is_current_stream_capturing():
+            self._own_event.record(torch.cuda.current_stream(self.buffer.device))
+            self.sent(self._own_event)
 
     def _wait(self) -> None:
         if self._sent is not None:
             self._sent.synchronize()
+            self._sent = None
 
     def _take(self, words: int) -> int:
         first, self._used = self._used, self._used + self.room(words)

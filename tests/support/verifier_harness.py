@@ -13,8 +13,8 @@ from specla.v1 import common_pb2, verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
-from specla.verifier_service.engine import Engine, RunningPass
-from specla.verifier_service.passes import PassResult
+from specla.verifier_service.engine import Engine
+from specla.verifier_service.passes import PassResult, RunningPass
 
 PATIENCE_S = 20.0
 

@@ -54,7 +54,7 @@ def one(engine: Engine, session: Session, parents: list[int], tokens: list[int],
 
 def spoil_state(engine: Engine, slot: int) -> None:
     """One number of the first layer's state is none any more."""
-    store = engine._backend.store  # type: ignore[attr-defined]
+    store = engine.backend.store  # type: ignore[attr-defined]
     first = store.recurrent_state[slot, 0] if engine.config.device != "cuda" else store.states[0, slot]
     first[0, 0, 0] = float("nan")
 

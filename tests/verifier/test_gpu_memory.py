@@ -11,7 +11,7 @@ from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.gpu.backend import GpuBackend
-from specla.verifier_service.gpu.memory import RESERVE, GpuMemoryAccount, held_bytes
+from specla.verifier_service.gpu.memory import CUDA, RESERVE, GpuMemoryAccount, held_bytes
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.memory import MIB
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -81,6 +81,11 @@ def test_what_the_hint_names_makes_a_session_smaller(account: GpuMemoryAccount) 
     assert replace(account, prefill_chunk=128).backend_bytes(1, 129) < least
 
 
+def test_all_sessions_with_as_many_rows_at_once_take_little_more_than_their_states(account: GpuMemoryAccount) -> None:
+    account = replace(account, max_batch_rows=64 * 16, prefill_chunk=2048)
+    assert account.overhead(64) <= 1.4
+
+
 def test_every_storage_is_counted_once() -> None:
     x = torch.empty(10, 100, device="meta")
     assert held_bytes({"a": x, "b": [x[2:], x.view(-1)], "c": torch.empty(7)}) == 4000
@@ -97,7 +102,8 @@ def test_what_is_counted_is_what_is_allocated(tiny_target: Path, numerics: str) 
     before = torch.cuda.memory_allocated()
     backend = GpuBackend(weights, account.mode, selector, slots=8, max_rows=16, max_batch_rows=256)
     taken = torch.cuda.memory_allocated() - before
-    counted = account.backend_bytes(8, 16)
+    counted = account.allocated_bytes(8, 16)
+    assert account.backend_bytes(8, 16) == counted + CUDA
     assert counted <= taken <= counted + 64 * 512  # an allocation is rounded up to 512 bytes
     assert backend.free_slots == 8
 
@@ -115,3 +121,11 @@ def test_the_limit_makes_the_slots(tiny_target: Path) -> None:
     assert 1 <= made.max_sessions <= 64
     assert made.free_slots == made.max_sessions
     assert engine(0).max_sessions == 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_passes_that_are_ready_take_no_more_than_was_counted(tiny_target: Path) -> None:
+    made = Engine(VerifierConfig(target=tiny_target, device="cuda", max_sessions=8))
+    made.prepare()
+    assert made.memory.beyond(8, made.config.max_rows) <= 0

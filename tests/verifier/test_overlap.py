@@ -11,9 +11,9 @@ from specla.rpc.errors import SessionCancelledError
 from specla.v1 import common_pb2, verifier_pb2
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
-from specla.verifier_service.engine import Engine, RunningPass
+from specla.verifier_service.engine import Engine
 from specla.verifier_service.mailbox import Mailbox
-from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.passes import PassItem, PassResult, RunningPass
 from specla.verifier_service.scheduler import Scheduler
 
 PROMPT = [72, 101, 108, 108, 111]

@@ -80,7 +80,7 @@ def test_the_text_is_the_same_alone_and_in_company(made: tuple[Engine, TakesComp
         sessions = [open_with(engine, 90), *([open_with(engine, 45)] if company else [])]
         while not sessions[0].ready:
             engine.end_prefill(engine.begin_prefill([x for x in sessions if not x.ready]))
-        backend = cast(CpuBackend, engine._backend)
+        backend = cast(CpuBackend, engine.backend)
         slot = sessions[0].slot
         assert slot is not None
         found.append(backend.store.recurrent_state[slot].clone())

@@ -13,6 +13,7 @@ from specla.kernels.topology import Topology
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.cpu_backend import CpuBackend
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.memory import MIB
 from specla.verifier_service.preparing import pass_times_of, prepare
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.gated_deltanet import TargetWeights
@@ -58,6 +59,21 @@ def test_usual_passes_are_made_and_said(engine_with: Callable[[int], tuple[Engin
         prepare(engine)
     assert backend.made == [64, 1, 2, 4]
     assert [(line["event"], line["passes"]) for line in logs] == [("passes_ready", 4)]
+
+
+def test_memory_beyond_what_was_counted_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
+    class Wrong:
+        def slots(self, max_sessions: int, max_rows: int, limit_mib: int) -> int:
+            return max_sessions
+
+        def beyond(self, sessions: int, max_rows: int) -> int:
+            return 3 * MIB + 1
+
+    engine, _ = engine_with(99)
+    engine.memory = Wrong()
+    with capture_logs() as logs:
+        prepare(engine)
+    assert [(line["event"], line.get("mib")) for line in logs] == [("passes_ready", None), ("memory_beyond_account", 4)]
 
 
 def test_no_room_for_them_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:

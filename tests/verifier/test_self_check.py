@@ -83,7 +83,8 @@ class SpoilsCompany(CpuBackend):
 def test_a_pass_whose_bits_depend_on_its_sessions_is_found(tiny_target: Path) -> None:
     weights = engine_of(tiny_target).target.weights
     assert isinstance(weights, TargetWeights)
-    backend = SpoilsCompany(weights, StateStore(weights.config, 1))
+    prove_passes(SpoilsCompany(weights, StateStore(weights.config, 1)), 320, max_rows=5)  # alone in its passes
+    backend = SpoilsCompany(weights, StateStore(weights.config, 2))
     with pytest.raises(InternalError, match="the sessions in its pass"):
         prove_passes(backend, 320, max_rows=5)
 
@@ -92,9 +93,9 @@ def test_passes_of_one_row(tiny_target: Path) -> None:
     """Passes of one row are compared with the same pass behind another session's."""
     weights = engine_of(tiny_target).target.weights
     assert isinstance(weights, TargetWeights)
-    store = StateStore(weights.config, 1)
+    store = StateStore(weights.config, 2)
     prove_passes(CpuBackend(weights, store), 320, max_rows=1)
-    assert store.free_slots == 1
+    assert store.free_slots == 2
     assert not store.recurrent_state.any()
 
 
@@ -104,9 +105,9 @@ def test_the_gpus_passes_keep_the_promise(tiny_target: Path) -> None:
     model = GatedDeltaNetConfig.from_folder(tiny_target)
     place = "cuda" if torch.cuda.is_available() else "cpu"
     weights = GpuWeights.load(model, load_checkpoint(tiny_target, model).tensors, torch.float32, place)
-    backend = GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=1, max_rows=3)
+    backend = GpuBackend(weights, "exact", Selector.for_device("NVIDIA H200"), slots=2, max_rows=3)
     prove_passes(backend, model.vocab_size, max_rows=3)
-    assert backend.free_slots == 1
+    assert backend.free_slots == 2
     assert not backend.store.states.any()
 
 

@@ -77,14 +77,13 @@ class GpuBackend:
         self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
         self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
-        self.scratch_slot = self.store.scratch_slot
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
         nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))
         self._arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory_of_graphs = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena, self._memory_of_graphs)
-        most_entries = min(MOST_ENTRIES, largest.rows * config.vocab_size)
+        most_entries = min(MOST_ENTRIES, slots * config.vocab_size)
         self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
         self._run_for = lru_cache(maxsize=_BATCHES)(self._find_run)
         self._runs: dict[PassKey, PassRun] = {}
@@ -115,16 +114,16 @@ class GpuBackend:
         layers: Sequence[int] = (),
     ) -> GpuPassRows:
         """Run all rows; the sessions' earlier factors are committed on the way."""
-        store = self.store
-        store.write_states([slot for slot in slots if len(store.rows[slot].pending) > MOST_PENDING])
-        run = self._run_for(batch.topologies, sampling is not None, tuple(layers))
-        taken, written = self._fill(run.buffers, slots, batch, row_tokens)
-        entries = run.buffers.put_sampling(sampling) if sampling is not None else None
-        run.launch(entries)
-        for slot, stored in zip(slots, written, strict=True):
-            if stored:
-                store.rows[slot].flushed()
-        return GpuPassRows(self, run, slots, taken, sampling, adjusted=entries is not None and len(entries) > 0)
+        run, pools = self._run_for(batch.topologies, sampling is not None, tuple(layers)), self.store.in_use
+        inputs, chosen = run.buffers, np.array(slots, np.int32)
+        if not inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING):
+            self.store.write_states([slot for slot in slots if len(pools.slots[slot].pending) > MOST_PENDING])
+            inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING)
+        inputs.put_tokens(row_tokens)
+        changes = inputs.put_sampling(sampling) if sampling is not None else None
+        run.launch(changes)
+        inputs.batch.stored(pools)
+        return GpuPassRows(self, run, chosen, sampling, adjusted=changes is not None and changes.any)
 
     def goes_together(self, tokens: Sequence[int]) -> bool:
         """As many as a chunk has rows for, where products are the same in company."""
@@ -153,6 +152,10 @@ class GpuBackend:
         self._run_for(tuple(topologies), True, ())
         if len(topologies) == 1 and len(topologies[0]) == len(topologies[0].levels):
             self._run_for(tuple(topologies), False, ())  # known tokens run as one session's chain
+
+    def pass_of(self, topologies: Sequence[Topology]) -> PassRun:
+        """What plain passes of such trees run on."""
+        return self._run_for(tuple(topologies), True, ())
 
     def _find_run(self, topologies: tuple[Topology, ...], samples: bool, layers: tuple[int, ...]) -> PassRun:
         """What passes of these trees run on, captured now if they are the first of their kind."""
@@ -183,21 +186,6 @@ class GpuBackend:
             self._run_for.cache_clear()
             self._runs.pop(keeping[0]).wait()  # its pinned memory may be on its way to the device
 
-    def _fill(
-        self, buffers: PassBuffers, slots: Sequence[int], batch: TreeBatch, row_tokens: Sequence[int]
-    ) -> tuple[list[list[int]], list[bool]]:
-        """Puts sessions and tokens in place; returns every session's pool rows, and whether its state is stored."""
-        pools = [self.store.rows[slot] for slot in slots]
-        taken = [pool.take(len(topology)) for pool, topology in zip(pools, batch.topologies, strict=True)]
-        pending = [pool.pending for pool in pools]
-        written = [
-            len(rows) + len(topology.levels) > MOST_PENDING
-            for rows, topology in zip(pending, batch.topologies, strict=True)
-        ]
-        buffers.batch.put(batch.topologies, slots, taken, pending, [pool.history for pool in pools], written)
-        buffers.put_tokens(row_tokens)
-        return taken, written
-
 
 class GpuPassRows:
     """See `PassRows`: views of a bucket's buffers, until the next pass writes there."""
@@ -206,15 +194,14 @@ class GpuPassRows:
         self,
         backend: GpuBackend,
         run: PassRun,
-        slots: Sequence[int],
-        pool_rows: list[list[int]],
+        slots: NDArray[np.int32],
         sampling: RowSampling | None,
         *,
         adjusted: bool,
     ) -> None:
         """While the rows run; `adjusted` says whether logits are changed before rows sample."""
         self._backend, self._run, self._buffers, self._slots = backend, run, run.buffers, slots
-        self._pool_rows, self._sampling, self._adjusted = pool_rows, sampling, adjusted
+        self._sampling, self._adjusted = sampling, adjusted
         self._sampled: Sampled | None = None
 
     def _read(self, sampling: RowSampling) -> Sampled:
@@ -222,11 +209,11 @@ class GpuPassRows:
         tokens, failed = self._buffers.results(len(sampling.row_session))
         errors = {
             int(row): check_row(self.logits(int(row))) or "every token has been ruled out"
-            for row in (failed.nonzero()[0] if failed.any() else ())
+            for row in (failed.nonzero()[0] if np.count_nonzero(failed) else ())
         }
         logprobs: dict[int, RowLogprobs] = {}
         wanted = [session.params.top_logprobs for session in sampling.sessions]
-        if any(count is not None for count in wanted):
+        if any([count is not None for count in wanted]):
             for row, index in enumerate(sampling.row_session):
                 count = wanted[index]
                 if count is not None and tokens[row] >= 0:
@@ -260,5 +247,8 @@ class GpuPassRows:
 
     def take(self, index: int, rows: Sequence[int]) -> None:
         """The rows' factors stay in the pool until the session's next pass commits them."""
-        pool = self._pool_rows[index]
-        self._backend.store.rows[self._slots[index]].accept([pool[row] for row in rows], state_written=False)
+        self._backend.store.in_use.accept(self._slots[index : index + 1], [rows])
+
+    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
+        """Likewise."""
+        self._backend.store.in_use.accept(self._slots, paths)

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.gpu.adjusting import LogitEntries
+from specla.kernels.gpu.adjusting import Changes, LogitEntries
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.product import product_parts
-from specla.kernels.gpu.sampler_rows import SamplerRows
+from specla.kernels.gpu.sampler_rows import MOST_SCORED, SamplerRows
 from specla.kernels.gpu.serial import SerialWorkspace
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling
@@ -23,7 +23,7 @@ from specla.verifier_service.gpu.weights import InputWidths
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 MOST_ENTRIES = 1 << 17
-"""Logits of one pass that biases, penalties and bans may change in one launch: 3 MiB here and there."""
+"""Length of all sessions' lists of changed logits in one launch: 2.5 MiB here and there."""
 
 
 class Activations(NamedTuple):
@@ -51,7 +51,7 @@ class Activations(NamedTuple):
     kept: Tensor
     """float32, the serial kernels' workspace (see `SerialWorkspace`)."""
     scores: Tensor
-    """float32 [R, vocab], the sampler's scratch, where everything above has been: nothing of it is needed by then."""
+    """float32 [S, vocab], the sampler's scratch, where everything above has been: nothing of it is needed by then."""
     final: Tensor
     """model dtype [R, hidden], the final norm's output."""
     logits: Tensor
@@ -96,7 +96,7 @@ class Activations(NamedTuple):
         )
         shape, _ = SerialWorkspace.shapes(bucket, values[0], key_width, values[1])
         kept = layout.take(*shape, dtype=single) if serial else layout.take(0, dtype=single)
-        logits, scores = (late.take(R, config.vocab_size, dtype=single) for _ in range(2))
+        logits, scores = (late.take(rows, config.vocab_size, dtype=single) for rows in (R, min(R, MOST_SCORED)))
         layout.nbytes = max(layout.nbytes, late.nbytes)
         return cls(
             stream, normed, inputs, rows, o, mixed, activated, from_mixer, from_mlp,
@@ -176,10 +176,10 @@ class PassBuffers:
         """The rows' tokens, first rows first; places beyond them keep what they held."""
         self._tokens.words()[: len(tokens)] = tokens
 
-    def put_sampling(self, sampling: RowSampling) -> NDArray[np.int32]:
+    def put_sampling(self, sampling: RowSampling) -> Changes:
         """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""
         self.sampler.fill(sampling)
-        return self.entries.entries_of(sampling)
+        return self.entries.changes_of(sampling)
 
     def results(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Tokens and errors of the first rows; whoever calls has waited for the pass.

@@ -21,8 +21,12 @@ from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.memory import FLOAT32, MIB
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
-RESERVE = 256 * MIB
-"""Kept free for captured graphs, each bucket's own small arrays, and what single operations allocate."""
+CUDA = 176 * MIB
+"""What CUDA itself takes, at most, for kernels and libraries as they are loaded and for captured graphs, and buckets'
+own small arrays. Whoever has made all passes ready compares it with what is taken (`GpuMemoryAccount.beyond`)."""
+
+RESERVE = 80 * MIB
+"""Kept free for what single operations allocate."""
 
 _USABLE = 0.9  # of what is free, where no limit is given
 
@@ -68,8 +72,21 @@ class GpuMemoryAccount:
         return FLOAT32 * c.num_hidden_layers * c.value_heads * c.head_dim * c.head_v_dim
 
     def backend_bytes(self, sessions: int, max_rows: int) -> int:
-        """Bytes of all that is not weights: slots, the scratch slot, what passes share; without the reserve."""
+        """Bytes of all that is not weights: slots, what passes share, what CUDA takes; without the reserve."""
+        return self.allocated_bytes(sessions, max_rows) + CUDA
+
+    def allocated_bytes(self, sessions: int, max_rows: int) -> int:
+        """Bytes of what a backend allocates when it is made: slots, and what passes share."""
         return held_bytes(self._backend(sessions, max_rows))
+
+    def taken(self) -> int:
+        """Bytes that have gone from the device since the account was made, whatever for and whoever took them."""
+        torch.cuda.empty_cache()
+        return self.free - torch.cuda.mem_get_info()[0]
+
+    def beyond(self, sessions: int, max_rows: int) -> int:
+        """Bytes that were taken beyond the account, the reserve not among it; less than 0 where it holds."""
+        return self.taken() - self.backend_bytes(sessions, max_rows)
 
     def overhead(self, sessions: int, max_rows: int = 16) -> float:
         """What a session takes, its share of all that is not weights or reserve included, over its bare state."""

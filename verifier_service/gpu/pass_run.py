@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.adjusting import Changes, LogitEntries, adjust_logits
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
@@ -75,22 +73,21 @@ class PassRun:
         self._done = torch.cuda.Event() if self._graph is not None else None
         self._capture(pool)
 
-    def launch(self, entries: NDArray[np.int32] | None) -> None:
-        """Starts a pass over what the buffers hold; `entries` are the logits to change before rows sample."""
+    def launch(self, changes: Changes | None) -> None:
+        """Starts a pass over what the buffers hold; `changes` are made to the logits before rows sample."""
         buffers = self.buffers
-        if entries is not None and len(entries) > buffers.entries.capacity:
-            self._launch_in_rounds(entries)
+        if changes is not None and len(changes.shared) > buffers.entries.capacity:
+            self._launch_in_rounds(changes)
         else:
-            if entries is not None:
-                buffers.entries.put(entries)
+            if changes is not None:
+                buffers.entries.put(changes)
             self.replay()
-        if self._done is not None:
-            self._done.record()
 
     def wait(self) -> None:
         """Until the last pass that was launched has ended."""
         if self._done is not None:
             self._done.synchronize()
+            self.buffers.upload.arrived()
 
     def replay(self) -> None:
         """Starts all launches of a pass over what the buffers hold."""
@@ -98,7 +95,12 @@ class PassRun:
             self._launch()
         else:
             self._graph.replay()
-            self.buffers.upload.sent()
+            self._note_end()
+
+    def _note_end(self) -> None:
+        if self._done is not None:
+            self._done.record()
+            self.buffers.upload.sent(self._done)
 
     def _capture(self, pool: Any) -> None:
         if self._graph is not None:
@@ -116,14 +118,14 @@ class PassRun:
             run_head(self._weights, self.buffers)
             adjust_and_sample(self.buffers)
 
-    def _launch_in_rounds(self, entries: NDArray[np.int32]) -> None:
+    def _launch_in_rounds(self, changes: Changes) -> None:
         """For more changes than one launch takes: each changes other logits, so their order does not count."""
         buffers = self.buffers
         buffers.upload.send()
         run_rows(self._weights, self._store, buffers, self._verify)
         run_head(self._weights, buffers)
-        room = buffers.entries.capacity
-        for first in range(0, len(entries), room):
-            buffers.entries.put(entries[first : first + room])
+        for part in changes.parts(buffers.entries.capacity):
+            buffers.entries.put(part)
             adjust_logits(buffers.activations.logits, buffers.entries)
         sample(buffers.activations.logits, buffers.sampler, buffers.sampled, buffers.errors)
+        self._note_end()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.commit import flush
-from specla.kernels.gpu.factor_pool import FactorPool, PoolRows
+from specla.kernels.gpu.factor_pool import FactorPool, PoolRows, PoolTable
 from specla.verifier_service.state import Slots
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
@@ -30,8 +30,7 @@ class GpuStore:
     Attributes:
         states: float32 [L, slots, HV, K, V].
         pools: of all layers, [L, slots, F, ...].
-        rows: the host's side of each slot's pool.
-        scratch_slot: one more slot, which belongs to the engine's own measurements.
+        in_use: the host's side of all pools.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class GpuStore:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Room for `slots` sessions and the scratch slot.
+        """Room for `slots` sessions.
 
         Args:
             config: the model's shape.
@@ -55,14 +54,18 @@ class GpuStore:
         """
         layers, taps = config.num_hidden_layers, config.conv_size
         sizes = (config.value_heads, config.head_dim, config.head_v_dim)
-        self.states = torch.zeros(layers, slots + 1, *sizes, device=device)
+        self.states = torch.zeros(layers, slots, *sizes, device=device)
         factors = pool_rows(max_rows, most_pending, taps)
-        flat = FactorPool.empty(layers * (slots + 1), factors, config.num_heads, *sizes, dtype, device)
-        self.pools = FactorPool(*(x.view(layers, slots + 1, *x.shape[1:]) for x in flat))
-        self.most_pending, self.scratch_slot = most_pending, slots
-        self._factors, self._taps = factors, taps
-        self.rows = [PoolRows(factors, taps) for _ in range(slots + 1)]
+        flat = FactorPool.empty(layers * slots, factors, config.num_heads, *sizes, dtype, device)
+        self.pools = FactorPool(*(x.view(layers, slots, *x.shape[1:]) for x in flat))
+        self.most_pending = most_pending
+        self.in_use = PoolTable(slots, factors, taps)
         self._slots = Slots(slots)
+
+    @property
+    def rows(self) -> list[PoolRows]:
+        """The host's side of each slot's pool."""
+        return self.in_use.slots
 
     @property
     def free_slots(self) -> int:
@@ -86,7 +89,7 @@ class GpuStore:
     def clear(self, slot: int) -> None:
         """Set a slot to an empty text."""
         self.states[:, slot].zero_()
-        self.rows[slot] = PoolRows(self._factors, self._taps)
+        self.rows[slot].clear()
 
     def release(self, slot: int) -> None:
         """Give a slot back."""

@@ -4,13 +4,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_cases import chain, random_tree
 
-from specla.kernels.gpu.factor_pool import PoolRows
+from specla.kernels.gpu.factor_pool import PoolRows, PoolTable
 from specla.kernels.gpu.pass_batch import ZEROS, Bucket, PassBatch, SessionPass
 from specla.kernels.gpu.schedule import schedule
 from specla.kernels.topology import MAX_ROWS, Topology
@@ -217,3 +218,52 @@ def test_a_pass_that_accepted_nothing_changes_only_what_was_written() -> None:
     rows.accept([], state_written=True)
     assert (rows.pending, rows.history) == ([], [ZEROS, 0, 1])
     assert rows.take(6) == [2, 3, 4, 5, 6, 7]
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 5))
+def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int) -> None:
+    """Pass after pass of random sessions: the same words as `fill` makes of their lists, and the same pools."""
+    drawn, size, most = random.Random(seed), 24, 4
+    bucket = Bucket(sessions=3, rows=24, tree_rows=8, pending=8, taps=taps, groups=2)
+    table, plain = PoolTable(5, size, taps), [PoolRows(size, taps) for _ in range(5)]
+    put, wanted = PassBatch(bucket, "cpu"), PassBatch(bucket, "cpu")
+    for _ in range(12):
+        slots = drawn.sample(range(5), drawn.randint(1, 3))
+        trees = tuple(random_tree(drawn, drawn.randint(1, 8)) for _ in slots)
+        chosen = np.array(slots, np.int32)
+        done = put.put(trees, chosen, table, most)
+        assert done == all(len(plain[slot].pending) <= most for slot in slots)
+        if not done:
+            for slot in slots:
+                table.slots[slot].flushed()
+                plain[slot].flushed()
+            continue
+        writes = [len(plain[slot].pending) + len(tree.levels) > most for slot, tree in zip(slots, trees, strict=True)]
+        taken = [plain[slot].take(len(tree)) for slot, tree in zip(slots, trees, strict=True)]
+        wanted.fill(
+            [
+                SessionPass(
+                    slot=slot,
+                    topology=tree,
+                    pool_rows=rows,
+                    pending=plain[slot].pending,
+                    history=plain[slot].history,
+                    write_state=write,
+                )
+                for slot, tree, rows, write in zip(slots, trees, taken, writes, strict=True)
+            ]
+        )
+        assert torch.equal(put.buffer, wanted.buffer)
+        put.stored(table)
+        paths = [tree.path(drawn.randrange(len(tree))) if drawn.random() < 0.8 else [] for tree in trees]
+        table.accept(chosen, paths)
+        for slot, rows, path, write in zip(slots, taken, paths, writes, strict=True):
+            plain[slot].accept([rows[row] for row in path], state_written=write)
+        for one_of, other in zip(table.slots, plain, strict=True):
+            assert (one_of.pending, one_of.history) == (other.pending, other.history)
+
+
+def test_a_table_without_rows_for_a_pass() -> None:
+    table, batch = PoolTable(1, 4, 4), PassBatch(BUCKET, "cpu")
+    with pytest.raises(ValueError, match="no rows left"):
+        batch.put((FORK,), np.zeros(1, np.int32), table, 4)

@@ -1,16 +1,20 @@
 """The sampler in Triton: the tokens of sampling.py, whatever is asked for, and its errors."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_cases import random_tree
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
 from specla.kernels.gpu.sampler_rows import SamplerConfig, SamplerRows
 from specla.kernels.gpu.sampling import FINE, IS_INFINITE, IS_NAN, RULED_OUT, sample
-from specla.kernels.sampling import RowSampling, SamplingParams, SessionSampling
+from specla.kernels.sampling import RowSampling, SamplingParams, SessionSampling, adjusted_logits
 from specla.kernels.sampling import sample as sample_on_cpu
+from specla.kernels.tree import pack
 
 POISON = -77
 SMALL = SamplerConfig(chunk=64, sweep=64, warps=1, splits=2)
@@ -69,6 +73,23 @@ def test_same_tokens_as_on_a_cpu(vocab_size, splits, device):
     tokens, errors = drawn(logits.to(device), rows, config)
     assert dict(zip(ASKED, tokens, strict=True)) == dict(zip(ASKED, want.tokens.tolist(), strict=True))
     assert errors == [FINE] * len(params)
+
+
+def test_rows_that_sample_in_several_launches(device):
+    """As many at a time as there is scratch for: the tokens of one launch."""
+    params = [SamplingParams(seed=i, temperature=1.3, top_p=0.7) for i in range(5)]
+    rows = rows_of(params, 96)
+    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (5, 96)).astype(np.float32)).to(device)
+    found = []
+    for scored in (5, 2):
+        scores = torch.full((scored, 96), float("nan"), device=device)
+        parameters = SamplerRows(5, 96, device, SMALL, scores=scores)
+        parameters.fill(rows)
+        tokens, errors = (torch.full((5,), POISON, dtype=torch.int32, device=device) for _ in range(2))
+        sample(logits, parameters, tokens, errors)
+        assert errors.tolist() == [FINE] * 5
+        found.append(tokens.tolist())
+    assert found[0] == found[1] == sample_on_cpu(logits.cpu(), rows).tokens.tolist()
 
 
 @settings(max_examples=8)
@@ -183,6 +204,45 @@ def test_bias_penalties_and_bans_follow_each_rows_own_path(device):
     entries.fill(RowSampling([grown], [0], [11]))
     adjust_logits(again, entries)
     assert torch.equal(again[0], adjusted[2])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_shared_lists_and_own_paths_make_the_logits_of_a_cpu(seed):
+    """Random trees over random wishes: every row as `adjusted_logits` has it, at once and in parts."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    drawn_by, vocab_size = random.Random(seed), 40
+    sessions, trees = [], []
+    for _ in range(drawn_by.randint(1, 3)):
+        wish = SamplingParams(
+            repetition_penalty=drawn_by.choice([1.0, 1.3, 0.7]),
+            presence_penalty=drawn_by.choice([0.0, 0.6]),
+            frequency_penalty=drawn_by.choice([0.0, -0.3]),
+            logit_bias=drawn_by.choice([{}, {7: 2.0, 3: -1.0}]),
+            banned_ids=drawn_by.choice([frozenset(), frozenset({3, 9})]),
+        )
+        text = [drawn_by.randrange(vocab_size) for _ in range(drawn_by.randint(1, 30))]
+        sessions.append(SessionSampling(wish, vocab_size, text[:4], text[4:]))
+        trees.append(random_tree(drawn_by, drawn_by.randint(1, 9)))
+    batch = pack(trees)
+    tokens = [drawn_by.randrange(6) for _ in range(batch.rows)]  # equal ones on a path, and ids of bias and bans
+    rows = RowSampling(sessions, batch.row_sessions, batch.depths, batch.parents, tokens)
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (batch.rows, vocab_size)).astype(np.float32))
+    entries = LogitEntries(batch.rows, vocab_size, 400, device)
+    changes = entries.changes_of(rows)
+    whole, parted = logits.clone().to(device), logits.clone().to(device)
+    entries.put(changes)
+    adjust_logits(whole, entries)
+    for part in changes.parts(7):
+        assert len(part.shared) <= 7
+        entries.put(part)
+        adjust_logits(parted, entries)
+    assert torch.equal(whole, parted)
+    for row, index in enumerate(batch.row_sessions):
+        want = adjusted_logits(logits[row].numpy(), sessions[index], rows.path(row))
+        np.testing.assert_allclose(whole[row].cpu().numpy(), want, rtol=2.0**-22, atol=1e-6)
+        if device.type == "cpu":
+            assert np.array_equal(whole[row].numpy(), want)
 
 
 def test_a_ban_does_not_hide_a_fault(device):

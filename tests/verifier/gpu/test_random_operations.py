@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from generations import drafter_from
-from numpy.typing import NDArray
 from tree_cases import chain
 
+from specla.kernels.gpu.adjusting import Changes
 from specla.kernels.gpu.selector import Selector
 from specla.kernels.sampling import RowLogprobs
 from specla.kernels.sampling_params import SamplingParams
@@ -126,9 +125,9 @@ def counted_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many logits changed in each pass that changed them in rounds, in a list that grows."""
     counts, in_rounds = list[int](), PassRun._launch_in_rounds
 
-    def counting(run: PassRun, entries: NDArray[np.int32]) -> None:
-        counts.append(len(entries))
-        in_rounds(run, entries)
+    def counting(run: PassRun, changes: Changes) -> None:
+        counts.append(len(changes.shared))
+        in_rounds(run, changes)
 
     monkeypatch.setattr(PassRun, "_launch_in_rounds", counting)
     return counts
