@@ -111,13 +111,17 @@ class PassRunner:
 
     def _choose(self, ready: Sequence[LiveSession], now: float) -> tuple[list[LiveSession], float]:
         """Who takes part now, and, if nobody does, when the first wait ends."""
-        plain_s = self.times.predict(len(ready), len(ready)) if ready else 0.0
-        going, waiting = [], []
+        going, owed = [], []
         for live in ready:
             attachment = live.attachment
             if attachment is None or attachment.drafts.current is not None or not attachment.owes:
                 going.append(live)
-                continue
+            else:
+                owed.append((live, attachment))
+        if not owed:
+            return going, now if going else math.inf
+        plain_s, waiting = self.times.predict(len(ready), len(ready)), []
+        for live, attachment in owed:
             drafted_s = self.times.predict(len(ready) + round(attachment.budget.mean_kept), len(ready))
             until = attachment.wait.until(now, plain_s, drafted_s)
             if until > now:
@@ -132,6 +136,8 @@ class PassRunner:
 
     def _plan(self, chosen: Sequence[LiveSession]) -> list[Part]:
         drafts = [live.attachment.drafts.take() if live.attachment is not None else None for live in chosen]
+        if all(draft is None for draft in drafts):
+            return [Part(live, None, ()) for live in chosen]
         prospects = [_prospect(live, draft) for live, draft in zip(chosen, drafts, strict=True)]
         if self._unconditional:
             kept = keep_all(prospects, self._max_batch_rows)
