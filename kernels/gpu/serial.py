@@ -8,7 +8,7 @@ Trees. A bucket with one group walks the whole tree in a program, keeping a stat
 it for later children. With more groups, each is a program that walks its share of the leaves from the root on (see
 schedule.py); all of them read the stored tile, and the last to have read it stores it with the pending factors.
 
-Exactness. Every form has the same tile and the same arithmetic in the same order, so a row's bits depend on its path
+Exactness. Every form that a layer's widths may take has the same arithmetic in the same order, so a row's bits depend on its path
 alone: not on the tree, the batch, the groups, or whether its ancestors were candidates or committed tokens.
 """
 
@@ -76,7 +76,8 @@ class SerialWorkspace:
     """float32, the states kept where trees branch: [B, groups, HV, tiles of V, places, BK, BV].
 
     A place is 2 MiB a session and group with 8 heads of 256 x 256; trees of 16, 32, 64 and 129 rows have 2, 3, 4 and 5,
-    of which the form of serial_split.py has the first two on chip.
+    of which the form of serial_split.py has the first two on chip. The form for batches has [programs, places, K, BV]
+    instead, less the one on chip.
     """
     arrived: Tensor
     """int32 [2, B, HV, tiles of V], programs that have read a tile in a launch; 0 between launches.
