@@ -8,8 +8,8 @@ Trees. A bucket with one group walks the whole tree in a program, keeping a stat
 it for later children. With more groups, each is a program that walks its share of the leaves from the root on (see
 schedule.py); all of them read the stored tile, and the last to have read it stores it with the pending factors.
 
-Exactness. Every form that a layer's widths may take has the same arithmetic in the same order, so a row's bits depend on
-its path alone: not on the tree, the batch, the groups, or whether its ancestors were candidates or committed tokens.
+Exactness. Every form that a layer's widths may take has the same arithmetic in the same order, so a row's bits depend
+on its path alone: not on the tree, the batch, the groups, or whether its ancestors were candidates or committed tokens.
 """
 
 from __future__ import annotations
