@@ -45,7 +45,7 @@ from specla.verifier_service.publish import (
     merge_verdict,
     unavailable,
 )
-from specla.verifier_service.roster import Roster
+from specla.verifier_service.roster import LiveSession, Roster
 
 log = structlog.get_logger("specla.verifier")
 
@@ -262,8 +262,11 @@ class Scheduler:
     def _meanwhile(self) -> None:
         """What need not wait for the pass that runs now, and what it need not wait for."""
         self._look_around()
-        for work in self._mailbox.take_early():
+        commands = self._mailbox.take_early()
+        for work in commands:
             work()
+        if commands:
+            self._ends.flush_coordinators()
 
     def _look_around(self) -> None:
         self._passes.tell_news()
@@ -273,7 +276,11 @@ class Scheduler:
     def _prefill(self) -> bool:
         """One bounded piece for one of the sessions that are not ready, in turn, and for those that may go with it;
         whether there was one."""
-        waiting = [live for live in self._roster if not live.session.ready]
+        overlaps = self._engine.overlaps
+        waiting = self._not_ready()
+        if waiting and not overlaps:
+            self._look_around()  # a piece takes longer than a pass
+            waiting = self._not_ready()
         if not waiting:
             return False
         self._prefill_turn += 1
@@ -283,11 +290,12 @@ class Scheduler:
         try:
             running = self._engine.begin_prefill([live.session for live in waiting])
             begun = [live for live in waiting if live.session in running.sessions]
-            self._look_around()  # a piece takes longer than a pass
+            if overlaps:
+                self._look_around()
             self._engine.end_prefill(running)
         except Exception as error:
             for live in begun:
-                if live.session.slot is not None:  # it has not ended meanwhile
+                if live.lives:
                     self._roster.fail(live, internal_error("prefill", error))
             return True
         now = self._clock()
@@ -300,6 +308,9 @@ class Scheduler:
                 )
                 live.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
         return True
+
+    def _not_ready(self) -> list[LiveSession]:
+        return [live for live in self._roster if not live.session.ready]
 
     def _sleep_until(self, wake_at: float) -> float:
         others = (self._roster.next_expiry(), self._stop_by)

@@ -14,7 +14,9 @@ from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.mailbox import Mailbox
 from specla.verifier_service.passes import PassItem, PassResult, RunningPass
+from specla.verifier_service.prefilling import RunningPrefill
 from specla.verifier_service.scheduler import Scheduler
+from specla.verifier_service.session import Session
 
 PROMPT = [72, 101, 108, 108, 111]
 TIMES = {1: 0.002, 2: 0.0021, 5: 0.0025, 9: 0.004, 17: 0.007}
@@ -94,6 +96,69 @@ def test_tokens_are_told_while_the_next_pass_runs(engine: OverlappingEngine, ver
     assert set(kinds[2:-1]) == {"committed"}
     assert [count for count, _ in told] == [1] * 12  # one by one: none waits longer than for the next pass
     assert [running for _, running in told] == [True] * 11 + [False]  # there is no pass behind the last
+
+
+def test_what_is_answered_while_a_pass_runs_does_not_wait_for_its_end(
+    engine: OverlappingEngine, verifier: Scheduler
+) -> None:
+    first, second, told = b"g" * 16, b"h" * 16, list[tuple[int, bool]]()
+
+    class Watching(Coordinator):
+        def _wake(self) -> None:
+            super()._wake()
+            if self.events(first, "failed") and not told:
+                told.append((engine.passes, engine.running))
+
+    coordinator = Watching(verifier)
+
+    def cancel(passes: int) -> None:
+        if passes == 4:
+            coordinator.command(first, cancel=verifier_pb2.Cancel())
+
+    engine.while_running = cancel
+    for session in (first, second):
+        coordinator.start(PROMPT, max_tokens=30, session_id=session)
+    coordinator.finish(second)
+    assert told == [(4, True)]
+
+
+class WatchedPrefill(Engine):
+    """Calls somebody before each piece of a prompt and behind each pass; its passes do not overlap."""
+
+    before_piece: Callable[[], None] | None = None
+    behind_pass: Callable[[], None] | None = None
+
+    def begin_prefill(self, sessions: Sequence[Session]) -> RunningPrefill:
+        if self.before_piece is not None:
+            self.before_piece()
+        return super().begin_prefill(sessions)
+
+    def end_pass(self, running: RunningPass) -> list[PassResult]:
+        results = super().end_pass(running)
+        if self.behind_pass is not None:
+            self.behind_pass()
+        return results
+
+
+def test_tokens_do_not_wait_for_a_piece_of_a_prompt_where_nothing_overlaps(tiny_target: Path) -> None:
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3)
+    engine, told = WatchedPrefill(config), list[tuple[int, int]]()
+    passes = 0
+    with Scheduler(engine, config).start(PassTimes(TIMES)) as verifier:
+        coordinator, session = Coordinator(verifier), b"i" * 16
+
+        def come() -> None:
+            nonlocal passes
+            passes += 1
+            if passes == 3:
+                engine.before_piece = lambda: told.append((passes, len(coordinator.tokens(session))))
+                coordinator.start(PROMPT * 20, max_tokens=2)
+
+        engine.behind_pass = come
+        coordinator.start(PROMPT, max_tokens=20, session_id=session)
+        coordinator.finish(session)
+    assert told
+    assert all(found == count for count, found in told)
 
 
 def test_texts_are_those_of_passes_that_do_not_overlap(verifier: Scheduler, plain: Coordinator) -> None:
