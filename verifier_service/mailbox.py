@@ -1,4 +1,4 @@
-"""The one way into the scheduler's thread: work posted from any thread, done between passes."""
+"""The one way into the scheduler's thread: work posted from any thread, done between passes, or while one runs."""
 
 import threading
 import time

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ARITHMETIC = 2
 """Raised whenever a change of the code changes the bits of a text on a CPU."""
 
-GPU_ARITHMETIC = 2
+GPU_ARITHMETIC = 3
 """The same for a GPU."""
 
 

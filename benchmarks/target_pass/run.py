@@ -28,7 +28,7 @@ SNAPSHOT_SIZES = ((1, 16), (16, 16))
 ROUNDS = 15
 METHOD = (
     "Each case is a cycle of passes as the backend would run them (what was accepted before is committed, states are "
-    "stored by its rule), each pass one CUDA graph from the copy of its inputs to the copy of its results: embedding, "
+    "stored by its rule), each pass one CUDA graph from its inputs on the host to its results there: embedding, "
     "24 layers, head, adjustments, sampling at T = 0.8 with top-p 0.95. A sample is whole cycles back to back over "
     "their passes; all cases and rivals of a mode take turns. Weights (2.9 GB) are many times the L2 cache: cold. "
     "Memory is what the account counts or what has gone from the device since the weights were loaded, graphs and "

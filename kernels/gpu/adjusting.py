@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specla.kernels.gpu.overlap import overlapping
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling, SessionSampling
 
@@ -223,12 +224,12 @@ def adjust_logits(logits: Tensor, entries: LogitEntries, *, overlap: bool = Fals
             f"logits on {logits.device} with strides {logits.stride()}: give a tensor on {entries.buffer.device} "
             "whose last dimension is contiguous"
         )
-    overlap = overlap and not triton.knobs.runtime.interpret
+    overlaps = overlapping(overlap)
     rows, places = len(logits), entries.places
     _adjust[(rows, max(1, _PROGRAMS // rows))](
         logits, entries.buffer, logits.stride(0), places,
         O_OWN=Upload.room(_HEADER + 3 * places + 2), FIELDS=_FIELDS, HEADER=_HEADER, BLOCK=_BLOCK,
-        OVERLAP=overlap, launch_pdl=overlap,
+        OVERLAP=overlaps, launch_pdl=overlaps > 0,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
+from specla.kernels.gpu.overlap import overlapping
 
 _BLOCK = 1024
 
@@ -50,7 +51,7 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor, rows: Tensor, *, overlap: 
     check_tensor("table", table, (table.shape[0], width), MODEL_DTYPES, out.device)
     check_tensor("out", out, (count, width), (torch.float32,), out.device)
     check_rows(rows, out.device)
-    overlap = overlap and not triton.knobs.runtime.interpret
+    overlaps = overlapping(overlap)
     block = min(_BLOCK, triton.next_power_of_2(width))
     embed_kernel[(count, triton.cdiv(width, block))](
         tokens,
@@ -60,7 +61,7 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor, rows: Tensor, *, overlap: 
         table.shape[0],
         D=width,
         BD=block,
-        OVERLAP=overlap,
+        OVERLAP=overlaps,
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=overlaps > 0,
     )

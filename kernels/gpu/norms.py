@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.kernels.gpu.overlap import Admit
+from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -29,34 +29,34 @@ _GATED_ELEMENTS = 2048  # of a program's heads
 
 
 @triton.jit
-def _begin(p_rows, OVERLAP: tl.constexpr, EARLY: tl.constexpr):
+def _begin(p_rows, OVERLAP: tl.constexpr):
     """How many rows count, read while the kernel before may still run."""
-    if OVERLAP and EARLY:
+    if OVERLAP == ADMITS_AT_START:
         gdc_launch_dependents()
     return tl.load(p_rows)
 
 
 @triton.jit
-def _wait(OVERLAP: tl.constexpr, EARLY: tl.constexpr):
+def _wait(OVERLAP: tl.constexpr):
     """All programs wait, used or not: whoever ends has waited."""
     if OVERLAP:
         gdc_wait()
-        if not EARLY:
+        if OVERLAP == ADMITS_ONCE_WAITED:
             gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["R"])
 def add_rms_norm_kernel(
     p_x, p_y, p_weight, p_out, p_rows, R, eps,
-    D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (R,)."""
     i_row = tl.program_id(0)
-    n = _begin(p_rows, OVERLAP, EARLY)
+    n = _begin(p_rows, OVERLAP)
     o_d = tl.arange(0, BD)
     mask = o_d < D
     weight = tl.load(p_weight + o_d, mask=mask, other=0.0)
-    _wait(OVERLAP, EARLY)
+    _wait(OVERLAP)
     if i_row < n:
         o_row = i_row.to(tl.int64) * D
         x = tl.load(p_x + o_row + o_d, mask=mask, other=0.0)
@@ -74,17 +74,17 @@ def add_rms_norm_kernel(
 def gated_norm_kernel(
     p_o, p_gate, p_weight, p_out, p_rows, gate_stride, eps,
     HV: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, BV: tl.constexpr,
-    GATED: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, blocks of heads)."""
     i_row = tl.program_id(0)
-    n = _begin(p_rows, OVERLAP, EARLY)
+    n = _begin(p_rows, OVERLAP)
     i_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     i_value = tl.arange(0, BV)[None, :]
     weight = tl.load(p_weight + i_value, mask=i_value < V, other=0.0)
     mask = (i_head < HV) & (i_value < V)
     o_value = i_head * V + i_value  # [HEADS, BV]
-    _wait(OVERLAP, EARLY)
+    _wait(OVERLAP)
     if i_row < n:
         o_row = i_row.to(tl.int64) * (HV * V)
         y = tl.load(p_o + o_row + o_value, mask=mask, other=0.0).to(tl.float32)
@@ -138,11 +138,11 @@ def add_rms_norm(
         parts = y.shape[0] if y.dim() == 3 else 1
         check_tensor("y", y, (parts, *shape) if y.dim() == 3 else shape, (torch.float32, out.dtype), x.device)
     check_rows(rows, x.device)
-    overlap = _overlapping(overlap)
+    overlaps = overlapping(overlap, admit)
     add_rms_norm_kernel[(shape[0],)](
         x, x if y is None else y, weight, out, rows, shape[0], eps,
-        D=shape[1], BD=triton.next_power_of_2(shape[1]), PARTS=parts, OVERLAP=overlap, EARLY=admit == "start",
-        num_warps=_NORM_WARPS, launch_pdl=overlap,
+        D=shape[1], BD=triton.next_power_of_2(shape[1]), PARTS=parts, OVERLAP=overlaps,
+        num_warps=_NORM_WARPS, launch_pdl=overlaps > 0,
     )  # fmt: skip
 
 
@@ -183,13 +183,13 @@ def gated_norm(
     if gate is not None:
         check_tensor("gate", gate, (count, heads * width), (out.dtype,), o.device, strided=True)
     check_rows(rows, o.device)
-    overlap = _overlapping(overlap)
+    overlaps = overlapping(overlap, admit)
     columns = triton.next_power_of_2(width)
     block = max(1, min(_GATED_ELEMENTS // columns, triton.next_power_of_2(heads)))
     gated_norm_kernel[(count, triton.cdiv(heads, block))](
         o, o if gate is None else gate, weight, out, rows, 0 if gate is None else gate.stride(0), eps,
         HV=heads, V=width, HEADS=block, BV=columns, GATED=gate is not None, SIGMOID=activation == "sigmoid",
-        OVERLAP=overlap, EARLY=admit == "start", num_warps=_NORM_WARPS, launch_pdl=overlap,
+        OVERLAP=overlaps, num_warps=_NORM_WARPS, launch_pdl=overlaps > 0,
     )  # fmt: skip
 
 
@@ -220,8 +220,3 @@ def check_rows(rows: Tensor, device: torch.device) -> None:
     """Raises ValueError unless `rows` is one int32 on the device."""
     if rows.dtype != torch.int32 or rows.numel() != 1 or rows.device != device:
         raise ValueError(f"rows is {rows.dtype} {list(rows.shape)} on {rows.device}: give int32 [1] on {device}")
-
-
-def _overlapping(overlap: bool) -> bool:
-    """Whether launches can overlap here."""
-    return overlap and not triton.knobs.runtime.interpret

@@ -22,7 +22,7 @@ ADMITS_ONCE_WAITED = tl.constexpr(1)
 """What kernels are compiled with; 0 for a launch that does not overlap."""
 
 
-def overlapping(overlap: bool, admit: Admit) -> int:
+def overlapping(overlap: bool, admit: Admit = "waited") -> int:
     """The value that a kernel is compiled with; launches cannot overlap in the interpreter."""
     if not overlap or triton.knobs.runtime.interpret:
         return 0

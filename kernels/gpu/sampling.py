@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from specla.kernels.gpu.noise import gumbel_noise, noise_words
+from specla.kernels.gpu.overlap import overlapping
 from specla.kernels.gpu.sampler_rows import SamplerRows
 
 FINE, IS_NAN, IS_INFINITE, RULED_OUT = 0, 1, 2, 3
@@ -254,15 +255,15 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
     """
     _check(logits, parameters, tokens, errors)
     config, splits, step = parameters.config, parameters.splits, len(parameters.scores)
-    overlap = overlap and not _INTERPRETED
+    overlaps = overlapping(overlap)
     for first in range(0, len(logits), step):
         part = slice(first, first + step)
         _sample[(len(logits[part]), splits)](
             logits[part], tokens[part], errors[part], *parameters.tensors(part),
             logits.stride(0),
             VOCAB=parameters.vocab_size, CHUNK=config.chunk, SWEEP=config.sweep,
-            SPLITS=splits, PARTS=triton.next_power_of_2(splits), INTERPRETED=_INTERPRETED, OVERLAP=overlap,
-            num_warps=config.warps, launch_pdl=overlap,
+            SPLITS=splits, PARTS=triton.next_power_of_2(splits), INTERPRETED=_INTERPRETED, OVERLAP=overlaps,
+            num_warps=config.warps, launch_pdl=overlaps > 0,
         )  # fmt: skip
 
 

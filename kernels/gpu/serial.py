@@ -401,7 +401,7 @@ def _batch_form(bucket: Bucket, value_heads: int, key_width: int, value_width: i
     """How serial_batch.py does it, None if another kernel does."""
     if not splits(key_width, value_width):
         return None
-    return batch_form(bucket, key_width, value_heads, value_width)
+    return batch_form(bucket, value_heads, value_width)
 
 
 def _by_name(

@@ -291,7 +291,7 @@ def verify_batch_kernel(
                 )
 
 
-def batch_form(bucket: Bucket, key_width: int, value_heads: int, value_width: int) -> BatchForm | None:
+def batch_form(bucket: Bucket, value_heads: int, value_width: int) -> BatchForm | None:
     """How a bucket's launches are cut; None where they are fewer programs of serial_split.py than fit at once."""
     if bucket.groups > 1 or bucket.sessions * value_heads * (value_width // COLUMNS) <= PROGRAMS:
         return None

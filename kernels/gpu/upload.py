@@ -95,7 +95,7 @@ class Upload:
         The next launch, if it overlaps, may begin at once: it must wait before it reads any, and let others begin only
         then.
         """
-        if self.buffer.device.type != "cuda":
+        if self.buffer.device.type != "cuda" or self._whole is not None:
             self.send()
             return
         words = len(self.buffer)

@@ -113,7 +113,7 @@ class Prefill:
         return len(tokens) == 1 or (few and self.shared)
 
     def run(self, chunks: Sequence[Chunk]) -> LaunchedChunks:
-        """Appends tokens to slots' texts.
+        """Appends tokens to slots' texts, all of them or, where something fails on the way, none.
 
         Args:
             chunks: one, or several that go together, each of another slot.
@@ -128,7 +128,8 @@ class Prefill:
         self._prepare(key)
         self._store.write_states([chunk.slot for chunk in chunks])
         streams = [self._streams(chunk) for chunk in chunks]
-        self._inputs.put([self._text(*both) for both in zip(chunks, streams, strict=True)], key.rows)
+        texts = [self._text(*both) for both in zip(chunks, streams, strict=True)]
+        self._inputs.put(texts, key.rows)
         done = None
         if key in self._graphs:
             self._graphs[key].replay()
@@ -136,6 +137,10 @@ class Prefill:
             done.record(torch.cuda.current_stream(self._weights.device))
         else:
             self._launch(key)
+        for text in texts:
+            rows = self._store.rows[text.slot]
+            rows.accept(text.kept, state_written=True)
+            rows.flushed()  # their factors are in the state already
         return LaunchedChunks(streams, done)
 
     def _streams(self, chunk: Chunk) -> list[Tensor]:
@@ -144,11 +149,9 @@ class Prefill:
         return [torch.empty(shape, pin_memory=self._weights.device.type == "cuda") for _ in chunk.layers]
 
     def _text(self, chunk: Chunk, streams: Sequence[Tensor]) -> ChunkText:
-        """A chunk as the device is told of it; the slot's pool moves on."""
+        """A chunk as the device is told of it."""
         config, rows = self._weights.config, self._store.rows[chunk.slot]
-        history, kept = list(rows.history), rows.take(min(config.conv_size - 1, len(chunk.tokens)))
-        rows.accept(kept, state_written=True)
-        rows.flushed()  # their factors are in the state already
+        history, kept = rows.history, rows.take(min(config.conv_size - 1, len(chunk.tokens)))
         numbers = [config.num_hidden_layers if layer == FINAL_NORM else layer for layer in chunk.layers]
         wanted = {number: x.data_ptr() for number, x in zip(numbers, streams, strict=True)}
         return ChunkText(chunk.slot, chunk.tokens, history, kept, wanted)

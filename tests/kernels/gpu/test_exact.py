@@ -154,7 +154,7 @@ def test_many_programs_on_a_gpu(device: torch.device, dims: Dims, rows: int) -> 
     trees = [random_tree(rng, rows), chain(rows), *(random_tree(rng, max(1, rows // n)) for n in (1, 2, 5)), TREES[2]]
     places = 528 * 16 // (dims.value_heads * dims.value_width) + 3
     bucket = Bucket(sessions=places, rows=max(places, sum(map(len, trees)) + 3), tree_rows=rows, pending=19)
-    assert batch_form(bucket, dims.key_width, dims.value_heads, dims.value_width) is not None
+    assert batch_form(bucket, dims.value_heads, dims.value_width) is not None
     layer = make_layer(dims, trees, device, pending=[19, 0, 8, 9, 3, 1], bucket=bucket)
     alone, committed = decode(layer.clone()), layer.state.clone()
     flush(committed, layer.pool, *_lists([s.slot for s in layer.sessions], [s.pending for s in layer.sessions], device))

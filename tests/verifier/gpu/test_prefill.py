@@ -7,6 +7,7 @@ import pytest
 import torch
 from tree_cases import chain
 
+from specla.kernels.gpu.chunk_batch import ChunkText
 from specla.kernels.gpu.selector import Selector
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
@@ -172,6 +173,25 @@ def test_chunks_that_go_together_have_the_bits_of_chunks_alone(pair: Pair) -> No
         assert len(others) == 2
         for again in others:
             assert all(torch.equal(*both) for both in zip(first, again, strict=True)), which
+
+
+def test_chunks_that_could_not_be_started_leave_their_texts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, rows = pair.gpu, pair.gpu.store.rows
+    slots = [backend.acquire(), backend.acquire()]
+    for slot in slots:
+        run_chunk(backend, slot, PROMPT[:5])
+    before = [(rows[slot].history, rows[slot].pending) for slot in slots]
+
+    def fails(texts: Sequence[ChunkText], rows: int) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._prefill._inputs, "put", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            backend.run_chunks([Chunk(slot, PROMPT[5:10], ()) for slot in slots])
+    assert [(rows[slot].history, rows[slot].pending) for slot in slots] == before
+    for slot in slots:
+        backend.release(slot)
 
 
 def test_few_sizes_serve_all_chunks() -> None:
