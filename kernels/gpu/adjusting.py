@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.kernels.gpu.overlap import overlapping
+from specla.kernels.gpu.overlap import overlapping, wait_for_previous
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.sampling import RowSampling, SessionSampling
 
@@ -180,9 +179,7 @@ def _adjust(
     """Grid (rows, programs that share a row's list)."""
     i_row, i_program, b_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b_rows = tl.load(p_entries)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     if i_row >= b_rows:
         return
     p_shared, p_own = p_entries + tl.load(p_entries + 1), p_entries + O_OWN

@@ -13,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.maths import log1p_unit
-from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
+from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 from specla.kernels.gpu.pass_batch import PassBatch
 
 # Heads a program, one warp each. One choice for all sizes: the order of the l2-norm's sum hangs on it.
@@ -98,15 +97,6 @@ def _convolved(b_weights, b_taps, b_before, b_heres, raw, r: tl.constexpr, W: tl
 
 
 @triton.jit
-def _wait(OVERLAP: tl.constexpr):
-    """Waits for the kernel before. All programs do, used or not: whoever ends has waited."""
-    if OVERLAP:
-        gdc_wait()
-        if OVERLAP == ADMITS_ONCE_WAITED:
-            gdc_launch_dependents()
-
-
-@triton.jit
 def _masks(b_used, real, ROWS: tl.constexpr):
     """Of the channels of each row."""
     masks = ()
@@ -133,7 +123,7 @@ def _keys_and_queries(
     masks = _masks(b_used, real, ROWS)
     b_weights = _weights(p_weight, o_channel, real, D, W)
     b_before = _inputs_in_pool(p_pool_x, p_history, b_sessions, b_taps, o_slots, o_channel, masks, D, W, ROWS)
-    _wait(OVERLAP)
+    wait_for_previous(OVERLAP)
     raws, b_heres = _inputs_in_pass(p_x, b_taps, i_first, o_channel, masks, X_STRIDE, W, ROWS)
     for r in tl.static_range(ROWS):
         y = _convolved(b_weights, b_taps, b_before, b_heres, raws[r], r, W)
@@ -166,7 +156,7 @@ def _values_and_gates(
     b_before = _inputs_in_pool(p_pool_x, p_history, b_sessions, b_taps, o_slots, FIRST + o_value, masks, D, W, ROWS)
     b_rate = -tl.exp(tl.load(p_a_log + i_gate, mask=of_gate, other=0.0))
     b_bias = tl.load(p_dt_bias + i_gate, mask=of_gate, other=0.0)
-    _wait(OVERLAP)
+    wait_for_previous(OVERLAP)
     b_as = ()
     b_bs = ()
     for r in tl.static_range(ROWS):
@@ -203,8 +193,7 @@ def _tree_convolution(
     """
     D: tl.constexpr = 2 * H * K + HV * V
     KEY_BLOCKS: tl.constexpr = (2 * H + HEADS - 1) // HEADS
-    if OVERLAP == ADMITS_AT_START:
-        gdc_launch_dependents()
+    admit_at_start(OVERLAP)
     i_first, i_block = tl.program_id(0) * ROWS, tl.program_id(1)
     b_used = ()  # an unused row stores nothing: a branch would make all loads wait for this one
     b_sessions = ()

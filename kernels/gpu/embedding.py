@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
-from specla.kernels.gpu.overlap import overlapping
+from specla.kernels.gpu.overlap import overlapping, wait_for_previous
 
 _BLOCK = 1024
 
@@ -18,9 +17,7 @@ _BLOCK = 1024
 def embed_kernel(p_tokens, p_table, p_out, p_rows, VOCAB, D: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (R, blocks of D)."""
     i_row = tl.program_id(0)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     n = tl.load(p_rows)
     b_token = tl.load(p_tokens + i_row)  # with n, not after it
     if i_row < n:

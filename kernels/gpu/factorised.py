@@ -32,14 +32,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu import held, held_blocks, streamed
 from specla.kernels.gpu.commit import prefetch
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
+from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.serial import check_layer, layer_sizes
 from specla.kernels.gpu.serial_split import WIDTHS
@@ -267,16 +266,14 @@ def verify_factorised_kernel(
 ):
     """Grid (tiles of V, HV, sessions)."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if OVERLAP == ADMITS_AT_START:
-        gdc_launch_dependents()
+    admit_at_start(OVERLAP)
     slot = tl.load(p_slot + i_b).to(tl.int64)
     start = tl.load(p_row_start + i_b)
     n = tl.load(p_row_start + i_b + 1) - start
     n_pending = tl.load(p_pending_len + i_b)
     write_state = tl.load(p_write_state + i_b)
     if slot < 0:
-        if OVERLAP:  # as in held.py
-            gdc_wait()
+        wait_for_previous(OVERLAP)
         return
     i_hk = i_h // (HV // H)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -298,10 +295,7 @@ def verify_factorised_kernel(
     p_ancestors += start * WORDS
     if not INTERPRETED:
         prefetch(p_state + tl.minimum(tl.arange(0, BK), K - 1) * V + i_v * BV)
-    if OVERLAP:
-        gdc_wait()
-        if OVERLAP == ADMITS_ONCE_WAITED:
-            gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     row, u_p, decay_p = _weighted(p_pending, 0, n_pending, p_pool_u, p_pool_g, o_v, HV, V, BP)
 
     for i_n in range(0, 1 if BLOCKS == 1 else tl.cdiv(n, BN)):

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
+from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -28,23 +27,6 @@ _NORM_WARPS = 8
 _GATED_ELEMENTS = 2048  # of a program's heads
 
 
-@triton.jit
-def _begin(p_rows, OVERLAP: tl.constexpr):
-    """How many rows count, read while the kernel before may still run."""
-    if OVERLAP == ADMITS_AT_START:
-        gdc_launch_dependents()
-    return tl.load(p_rows)
-
-
-@triton.jit
-def _wait(OVERLAP: tl.constexpr):
-    """All programs wait, used or not: whoever ends has waited."""
-    if OVERLAP:
-        gdc_wait()
-        if OVERLAP == ADMITS_ONCE_WAITED:
-            gdc_launch_dependents()
-
-
 @triton.jit(do_not_specialize=["R"])
 def add_rms_norm_kernel(
     p_x, p_y, p_weight, p_out, p_rows, R, eps,
@@ -52,11 +34,12 @@ def add_rms_norm_kernel(
 ):  # fmt: skip
     """Grid (R,)."""
     i_row = tl.program_id(0)
-    n = _begin(p_rows, OVERLAP)
+    admit_at_start(OVERLAP)
+    n = tl.load(p_rows)
     o_d = tl.arange(0, BD)
     mask = o_d < D
     weight = tl.load(p_weight + o_d, mask=mask, other=0.0)
-    _wait(OVERLAP)
+    wait_for_previous(OVERLAP)
     if i_row < n:
         o_row = i_row.to(tl.int64) * D
         x = tl.load(p_x + o_row + o_d, mask=mask, other=0.0)
@@ -78,13 +61,14 @@ def gated_norm_kernel(
 ):  # fmt: skip
     """Grid (R, blocks of heads)."""
     i_row = tl.program_id(0)
-    n = _begin(p_rows, OVERLAP)
+    admit_at_start(OVERLAP)
+    n = tl.load(p_rows)
     i_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     i_value = tl.arange(0, BV)[None, :]
     weight = tl.load(p_weight + i_value, mask=i_value < V, other=0.0)
     mask = (i_head < HV) & (i_value < V)
     o_value = i_head * V + i_value  # [HEADS, BV]
-    _wait(OVERLAP)
+    wait_for_previous(OVERLAP)
     if i_row < n:
         o_row = i_row.to(tl.int64) * (HV * V)
         y = tl.load(p_o + o_row + o_value, mask=mask, other=0.0).to(tl.float32)

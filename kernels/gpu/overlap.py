@@ -12,6 +12,7 @@ from typing import Literal
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 Admit = Literal["start", "waited"]
 """When a kernel lets the next one begin: at once, if that one, before it waits, uses nothing that this kernel or the
@@ -27,3 +28,19 @@ def overlapping(overlap: bool, admit: Admit = "waited") -> int:
     if not overlap or triton.knobs.runtime.interpret:
         return 0
     return int((ADMITS_AT_START if admit == "start" else ADMITS_ONCE_WAITED).value)
+
+
+@triton.jit
+def admit_at_start(OVERLAP: tl.constexpr):
+    """The first thing that a kernel does."""
+    if OVERLAP == ADMITS_AT_START:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Waits for the kernel before. All programs do, used or not: whoever ends has waited."""
+    if OVERLAP:
+        gdc_wait()
+        if OVERLAP == ADMITS_ONCE_WAITED:
+            gdc_launch_dependents()

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
-from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
+from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 from specla.kernels.gpu.product_streamed import ProductTile, launch_streamed, on_hopper, streamed_tile, streams
 
 _ROWS = 16  # of one program: of every height, so that there is one order
@@ -40,13 +39,9 @@ def product_kernel(
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i_n = tl.program_id(1) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
-    if OVERLAP == ADMITS_AT_START:
-        gdc_launch_dependents()
+    admit_at_start(OVERLAP)
     n = tl.load(p_rows)
-    if OVERLAP:
-        gdc_wait()
-        if OVERLAP == ADMITS_ONCE_WAITED:
-            gdc_launch_dependents()
+    wait_for_previous(OVERLAP)
     if tl.program_id(0) * ROWS < n:
         first = tl.program_id(2) * KP
         of_row, of_n = i_row < n, i_n < N

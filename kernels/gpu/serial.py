@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.commit import (
     AT_ONCE,
@@ -35,7 +34,7 @@ from specla.kernels.gpu.commit import (
 )
 from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
-from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED, Admit, overlapping
+from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.schedule import EMIT_BIT, FETCH_SHIFT, KEEP_SHIFT, LEAF_BIT, PLACE_MASK, ROW_BITS, kept_places
 from specla.kernels.gpu.serial_batch import BatchForm, batch_form, launch_batch, programs_of
@@ -208,14 +207,12 @@ def verify_serial_kernel(
 ):
     """Grid (tiles of V, HV, sessions * groups)."""
     i_v, i_h, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if OVERLAP == ADMITS_AT_START:
-        gdc_launch_dependents()
+    admit_at_start(OVERLAP)
     i_b = i_bg // GROUPS
     slot = tl.load(p_slot + i_b).to(tl.int64)
     n_steps = tl.load(p_schedule_len + i_bg)
     if (slot < 0) | (n_steps == 0):
-        if OVERLAP:  # as in held.py
-            gdc_wait()
+        wait_for_previous(OVERLAP)
         return
     start = tl.load(p_row_start + i_b)
     n_pending = tl.load(p_pending_len + i_b)
@@ -276,9 +273,7 @@ def verify_serial_kernel(
             _store_tile(p_tile, s, mask, p_arrived + (i_b * HV + i_h) * tl.num_programs(0) + i_v, n_groups, GROUPS)
 
     if OVERLAP:  # all above needs nothing of the kernel before
-        gdc_wait()
-        if OVERLAP == ADMITS_ONCE_WAITED:
-            gdc_launch_dependents()
+        wait_for_previous(OVERLAP)
         k, q, v, g, beta, pool_row = _operands(
             p_q, p_k, p_v, p_g, p_beta, p_pool_row, row, i_h, o_v, H, HV, K, V, BK, LANES
         )
