@@ -40,5 +40,7 @@ def test_a_captured_fetch_takes_what_the_host_wrote_last(device):
     for value in range(1, 6):
         upload.words()[:] = value
         graph.replay()
-        upload.sent()
+        queued = torch.cuda.Event()
+        queued.record()
+        upload.sent(queued)
         assert bool((upload.buffer == value).all())
