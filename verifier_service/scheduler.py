@@ -82,7 +82,7 @@ class Scheduler:
         )
         self._passes = PassRunner(engine, self._roster, self._drafts, config, clock)
         self._ends = LinkEnds(self._roster, self._drafts, clock)
-        self._prefill_turn = 0
+        self._unready: list[LiveSession] = []
         self._beat = clock()
         self._stop_by: float | None = None
         self._over = threading.Event()
@@ -274,8 +274,8 @@ class Scheduler:
         self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:
-        """One bounded piece for one of the sessions that are not ready, in turn, and for those that may go with it;
-        whether there was one."""
+        """One bounded piece for the session that has waited longest for one, and for those that may go with it; whether
+        there was one."""
         overlaps = self._engine.overlaps
         waiting = self._not_ready()
         if waiting and not overlaps:
@@ -283,10 +283,7 @@ class Scheduler:
             waiting = self._not_ready()
         if not waiting:
             return False
-        self._prefill_turn += 1
-        turn, started = self._prefill_turn % len(waiting), self._clock()
-        waiting = waiting[turn:] + waiting[:turn]
-        begun = waiting[:1]
+        begun, started = waiting[:1], self._clock()
         try:
             running = self._engine.begin_prefill([live.session for live in waiting])
             begun = [live for live in waiting if live.session in running.sessions]
@@ -299,6 +296,7 @@ class Scheduler:
                     self._roster.fail(live, internal_error("prefill", error))
             return True
         now = self._clock()
+        self._unready = [*(live for live in waiting if live not in begun), *begun]
         for live in begun:
             live.prefill_s += now - started
             if live.session.ready:
@@ -310,7 +308,10 @@ class Scheduler:
         return True
 
     def _not_ready(self) -> list[LiveSession]:
-        return [live for live in self._roster if not live.session.ready]
+        """Sessions that are not ready: who had a piece last is last, but for those that have come since."""
+        each = dict.fromkeys([*self._unready, *self._roster])
+        self._unready = [live for live in each if live.lives and not live.session.ready]
+        return self._unready
 
     def _sleep_until(self, wake_at: float) -> float:
         others = (self._roster.next_expiry(), self._stop_by)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,9 @@ def test_what_is_answered_while_a_pass_runs_does_not_wait_for_its_end(
     class Watching(Coordinator):
         def _wake(self) -> None:
             super()._wake()
-            if self.events(first, "failed") and not told:
-                told.append((engine.passes, engine.running))
+            with self._news:
+                if self.events(first, "failed") and not told:
+                    told.append((engine.passes, engine.running))
 
     coordinator = Watching(verifier)
 
@@ -125,12 +127,12 @@ def test_what_is_answered_while_a_pass_runs_does_not_wait_for_its_end(
 class WatchedPrefill(Engine):
     """Calls somebody before each piece of a prompt and behind each pass; its passes do not overlap."""
 
-    before_piece: Callable[[], None] | None = None
+    before_piece: Callable[[Sequence[Session]], None] | None = None
     behind_pass: Callable[[], None] | None = None
 
     def begin_prefill(self, sessions: Sequence[Session]) -> RunningPrefill:
         if self.before_piece is not None:
-            self.before_piece()
+            self.before_piece(sessions)
         return super().begin_prefill(sessions)
 
     def end_pass(self, running: RunningPass) -> list[PassResult]:
@@ -147,11 +149,15 @@ def test_tokens_do_not_wait_for_a_piece_of_a_prompt_where_nothing_overlaps(tiny_
     with Scheduler(engine, config).start(PassTimes(TIMES)) as verifier:
         coordinator, session = Coordinator(verifier), b"i" * 16
 
+        def note(waiting: Sequence[Session]) -> None:
+            with coordinator._news:
+                told.append((passes, len(coordinator.tokens(session))))
+
         def come() -> None:
             nonlocal passes
             passes += 1
             if passes == 3:
-                engine.before_piece = lambda: told.append((passes, len(coordinator.tokens(session))))
+                engine.before_piece = note
                 coordinator.start(PROMPT * 20, max_tokens=2)
 
         engine.behind_pass = come
@@ -159,6 +165,27 @@ def test_tokens_do_not_wait_for_a_piece_of_a_prompt_where_nothing_overlaps(tiny_
         coordinator.finish(session)
     assert told
     assert all(found == count for count, found in told)
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones_that_come_and_go(tiny_target: Path) -> None:
+    """However many wait in a turn: here as many as a turn's number is not divided by."""
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=9, prefill_chunk=48)
+    engine, turns = WatchedPrefill(config), list[bool]()
+    with Scheduler(engine, config).start(PassTimes(TIMES)) as verifier:
+        coordinator = Coordinator(verifier)
+
+        def come(waiting: Sequence[Session]) -> None:
+            turns.append(waiting[0].prompt_len > 100)
+            if len(turns) < 50:
+                wanted = next(n for n in range(2, 9) if (len(turns) + 1) % n)
+                for _ in range(wanted - len(waiting) + (not turns[-1])):
+                    coordinator.start(PROMPT, max_tokens=1)
+
+        engine.before_piece = come
+        coordinator.finish(coordinator.start([5] * 481, max_tokens=1))
+    of_the_long = [turn for turn, its in enumerate(turns) if its]
+    assert len(of_the_long) == 10
+    assert max(b - a for a, b in pairwise(of_the_long)) <= 5, "at most five wait"
 
 
 def test_texts_are_those_of_passes_that_do_not_overlap(verifier: Scheduler, plain: Coordinator) -> None:
@@ -238,8 +265,17 @@ def test_a_drafter_that_leaves_while_its_draft_is_verified(engine: OverlappingEn
 
 
 def test_a_session_is_not_starved_by_many_that_come_and_go(engine: OverlappingEngine, verifier: Scheduler) -> None:
-    coordinator = Coordinator(verifier)
-    come: list[bytes] = []
+    steady, come, last, ended = b"j" * 16, list[bytes](), list[int](), threading.Event()
+
+    class Watching(Coordinator):
+        def _wake(self) -> None:
+            super()._wake()
+            with self._news:
+                if self.events(steady, "finished") and not ended.is_set():
+                    last.append(engine.passes)
+                    ended.set()
+
+    coordinator = Watching(verifier)
 
     def come_and_go(passes: int) -> None:
         if passes < 60:
@@ -249,9 +285,9 @@ def test_a_session_is_not_starved_by_many_that_come_and_go(engine: OverlappingEn
 
     engine.while_running = come_and_go
     before = engine.passes
-    steady = coordinator.start(PROMPT, max_tokens=40)
-    coordinator.finish(steady)
-    assert engine.passes - before <= 41  # in every pass since it was ready
+    coordinator.start(PROMPT, max_tokens=40, session_id=steady)
+    assert ended.wait(PATIENCE_S)
+    assert last[0] - before <= 41  # in every pass since it was ready, and told while the next one ran
     coordinator.wait(lambda: all(coordinator.events(session, "failed") for session in come[:-1]))
 
 
