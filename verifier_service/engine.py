@@ -12,7 +12,8 @@ of `run_pass`, sessions may be opened and released.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -231,13 +232,12 @@ class Engine:
         chains = {count: Topology.from_wire(range(-1, count - 2)) for count in rows if count <= self.config.max_rows}
         for chain in chains.values():
             self.backend.prepare([chain])
-        session = self._own_session()
         best: dict[int, float] = {}
-        for _ in range(repeats):
-            for count, chain in chains.items():
-                (result,) = self.run_pass([PassItem(session, chain, [0] * (count - 1))])
-                best[count] = min(best.get(count, result.seconds), result.seconds)
-        self.release(session)
+        with self._own_session() as session:
+            for _ in range(repeats):
+                for count, chain in chains.items():
+                    (result,) = self.run_pass([PassItem(session, chain, [0] * (count - 1))])
+                    best[count] = min(best.get(count, result.seconds), result.seconds)
         return best
 
     @torch.inference_mode()
@@ -250,25 +250,25 @@ class Engine:
             CapacityError: no slot is free.
         """
         assert 1 <= rows <= self.config.max_rows
-        session, found = self._own_session(), []
-        slot = session.slot
-        assert slot is not None
-        for start in range(0, len(text), rows):
-            tokens = text[start : start + rows]
-            batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
-            sampling = RowSampling(
-                sessions=[session.sampling_state],
-                row_session=[0] * len(tokens),
-                positions=range(start + 1, start + 1 + len(tokens)),
-                parent_row=batch.parents,
-                row_tokens=tokens,
-            )
-            out = self.backend.run([slot], batch, tokens, sampling)
-            for row, token in enumerate(out.sampled.tokens.tolist()):
-                second, first = np.partition(out.logits(row), -2)[-2:]
-                found.append(GreedyChoice(token, float(first - second)))
-            out.take(0, range(len(tokens)))
-        self.release(session)
+        found = list[GreedyChoice]()
+        with self._own_session() as session:
+            slot = session.slot
+            assert slot is not None
+            for start in range(0, len(text), rows):
+                tokens = text[start : start + rows]
+                batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
+                sampling = RowSampling(
+                    sessions=[session.sampling_state],
+                    row_session=[0] * len(tokens),
+                    positions=range(start + 1, start + 1 + len(tokens)),
+                    parent_row=batch.parents,
+                    row_tokens=tokens,
+                )
+                out = self.backend.run([slot], batch, tokens, sampling)
+                for row, token in enumerate(out.sampled.tokens.tolist()):
+                    second, first = np.partition(out.logits(row), -2)[-2:]
+                    found.append(GreedyChoice(token, float(first - second)))
+                out.take(0, range(len(tokens)))
         return found
 
     def release(self, session: Session) -> None:
@@ -285,10 +285,15 @@ class Engine:
         for session in list(self._sessions):
             self.release(session)
 
-    def _own_session(self) -> Session:
+    @contextmanager
+    def _own_session(self) -> Iterator[Session]:
         """A session without end, for the engine's own measurements."""
         sampling = SessionSampling(SamplingParams(temperature=0.0), self.target.config.vocab_size)
-        return Session(b"", self.backend.acquire(), [0], [], sampling, Stopping(max_tokens=1 << 31), None)
+        session = Session(b"", self.backend.acquire(), [0], [], sampling, Stopping(max_tokens=1 << 31), None)
+        try:
+            yield session
+        finally:
+            self.release(session)
 
     def _check_items(self, items: Sequence[PassItem]) -> list[int]:
         """The items' slots; anything wrong here is a fault of the caller."""

@@ -278,6 +278,19 @@ def test_pass_times_are_measured_beside_open_sessions(engine: Engine) -> None:
     assert text.logprobs == expected.logprobs
 
 
+def test_a_measurement_that_fails_leaves_its_slot_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    free = engine.free_slots
+    monkeypatch.setattr(engine.backend, "run", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.measure_pass_times(rows=(1,), repeats=1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.greedy_choices([1, 2, 3], 1)
+    assert engine.free_slots == free
+
+
 def test_names_of_a_target(tiny_target: Path, tiny_target_of: Callable[..., Path], device: str) -> None:
     exact, fast = (engine_of(tiny_target, numerics, device=device).target for numerics in ("exact", "fast"))
     other = engine_of(tiny_target_of(seed=1), device=device).target
