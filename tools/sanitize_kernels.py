@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.chunk_batch import CHUNK, ChunkInputs, ChunkText
 from specla.kernels.gpu.chunk_convolution import chunk_convolution
-from specla.kernels.gpu.chunk_delta import CHUNK, ChunkWorkspace, chunk_delta_rule, key_pitch
+from specla.kernels.gpu.chunk_delta import ChunkWorkspace, chunk_delta_rule, key_pitch
 from specla.kernels.gpu.chunk_swiglu import chunk_swiglu
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
@@ -158,17 +159,18 @@ def launch_products() -> None:
         x = torch.randn(_ROWS, inputs, device="cuda").to(dtype)
         weight = torch.randn(outputs, inputs, device="cuda").to(dtype)
         parts = product_parts(outputs, inputs)
-        for out, kind in (
-            (torch.zeros(parts, _ROWS, outputs, device="cuda"), {}),
-            (torch.zeros(_ROWS, outputs, device="cuda"), {"add": True}),
-            (torch.zeros(_ROWS, outputs // 2, dtype=dtype, device="cuda"), {"swiglu": True}),
+        for out, add, swiglu in (
+            (torch.zeros(parts, _ROWS, outputs, device="cuda"), False, False),
+            (torch.zeros(_ROWS, outputs, device="cuda"), True, False),
+            (torch.zeros(_ROWS, outputs // 2, dtype=dtype, device="cuda"), False, True),
         ):
-            product(x, weight, out, rows, **kind)
+            product(x, weight, out, rows, add=add, swiglu=swiglu)
             _refuse_nan(out[..., :_USED, :])
 
 
 def launch_chunk() -> None:
-    """Convolution, recurrence and SwiGLU of consecutive tokens, of a shape for each form."""
+    """Convolution, recurrence and SwiGLU of two texts' tokens, of a shape for each form."""
+    before, kept, none = range(_TAPS - 1), range(_TAPS - 1, 2 * _TAPS - 2), dict[int, int]()
     for shape, dtype in ((_ODD, torch.float32), (_USUAL, _DTYPE)):
         (heads, value_heads, key_width, value_width), tokens = shape, 2 * CHUNK
         channels = 2 * heads * key_width + value_heads * value_width
@@ -184,16 +186,18 @@ def launch_chunk() -> None:
         rows = LayerRows.empty(tokens, heads, value_heads, key_pitch(key_width, dtype), value_width, dtype, "cuda")
         for part in rows:
             part.zero_()
-        window = torch.arange(_TAPS - 1, dtype=torch.int32, device="cuda")
-        pool_x, a = torch.randn(2 * _TAPS - 2, channels, device="cuda").to(dtype), gates[:, :value_heads]
-        chunk_convolution(x, a, a, parameters, pool_x, window, window + _TAPS - 1, rows)
-        state = torch.randn(value_heads, key_width, value_width, device="cuda")
-        o = torch.empty(tokens, value_heads, value_width, dtype=dtype, device="cuda")
-        chunk_delta_rule(rows, state, ChunkWorkspace.empty(tokens, value_heads, dtype, state.device), o)
+        inputs = ChunkInputs(tokens, 3, _TAPS, 1, "cuda")
+        inputs.put([ChunkText(slot, range(37 + slot), before, kept, none) for slot in (1, 0)], tokens)
+        pools, a = torch.randn(2, 2 * _TAPS - 2, channels, device="cuda").to(dtype), gates[:, :value_heads]
+        chunk_convolution(x, a, a, parameters, pools, inputs.batch, rows)
+        states = torch.randn(2, value_heads, key_width, value_width, device="cuda")
+        o = torch.zeros(tokens, value_heads, value_width, dtype=dtype, device="cuda")
+        chunk_delta_rule(rows, states, inputs.batch, ChunkWorkspace.empty(tokens, value_heads, dtype, "cuda"), o)
         _refuse_nan(o)
+        _refuse_nan(states)
         swiglu = torch.empty(tokens, channels // 2, dtype=dtype, device="cuda")
-        chunk_swiglu(x, swiglu)
-        _refuse_nan(swiglu)
+        chunk_swiglu(x, swiglu, inputs.batch.rows)
+        _refuse_nan(swiglu[:37])
 
 
 def _rows() -> Tensor:

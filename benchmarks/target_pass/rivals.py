@@ -20,7 +20,7 @@ from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import PassBatch
 from specla.kernels.gpu.product import product, product_parts
-from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows
+from specla.verifier_service.gpu.forward import run_rows, sample_rows
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.weights import GpuWeights
 
@@ -58,8 +58,7 @@ class SnapshotRun(PassRun):
         self.buffers.upload.fetch()
         self._layer = count()
         run_rows(self._weights, self._store, self.buffers, self._verify_snapshot)
-        run_head(self._weights, self.buffers)
-        adjust_and_sample(self.buffers)
+        sample_rows(self._weights, self.buffers)
         scatter_accepted(
             self._store.states, self._snapshots, self.buffers.batch.slot[: len(self._accepted)], self._accepted
         )

@@ -173,11 +173,11 @@ def _change(p_row, p_change, mask):
 
 @triton.jit
 def _adjust(
-    p_logits, p_entries, o_stride, PLACES,
+    p_logits, p_entries, o_stride, FIRST, PLACES,
     O_OWN: tl.constexpr, FIELDS: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, programs that share a row's list)."""
-    i_row, i_program, b_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    """Grid (rows, programs that share a row's list); the first row of the logits is row FIRST of the entries."""
+    i_row, i_program, b_programs = FIRST + tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b_rows = tl.load(p_entries)
     wait_for_previous(OVERLAP)
     if i_row >= b_rows:
@@ -188,7 +188,7 @@ def _adjust(
     i_own, i_own_end = tl.load(p_first), tl.load(p_first + 1)
     p_first = p_entries + HEADER + 2 * PLACES + 1 + i_session
     i_first, i_end = tl.load(p_first), tl.load(p_first + 1)
-    p_row = p_logits + i_row.to(tl.int64) * o_stride
+    p_row = p_logits + tl.program_id(0).to(tl.int64) * o_stride
     for i_block in range(i_first + i_program * BLOCK, i_end, b_programs * BLOCK):
         i_change = i_block + tl.arange(0, BLOCK)
         mask = i_change < i_end
@@ -202,30 +202,33 @@ def _adjust(
             _change(p_row, p_own + i_change * FIELDS, i_change < i_own_end)
 
 
-def adjust_logits(logits: Tensor, entries: LogitEntries, *, overlap: bool = False) -> None:
+def adjust_logits(logits: Tensor, entries: LogitEntries, *, part: slice | None = None, overlap: bool = False) -> None:
     """Applies the changes, in place.
 
     Args:
-        logits: float32 [R, vocab_size]; rows may stand apart, ids side by side.
+        logits: float32 [R, vocab_size], or of the rows of `part`; rows may stand apart, ids side by side.
         entries: of R rows and that vocabulary.
+        part: whose logits they are; None for all rows.
         overlap: whether to begin while the kernel before, which must not write entries, still runs. The next launch may
             begin once this one has waited.
 
     Raises:
         ValueError: shapes, dtype, layout or device do not belong together.
     """
-    if logits.dtype != torch.float32 or tuple(logits.shape) != entries.shape:
-        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}: give float32 {list(entries.shape)}")
+    places, vocab_size = entries.shape
+    changed = range(places)[part or slice(None)]
+    if logits.dtype != torch.float32 or tuple(logits.shape) != (len(changed), vocab_size):
+        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}: give float32 {[len(changed), vocab_size]}")
     if logits.stride(1) != 1 or logits.device != entries.buffer.device:
         raise ValueError(
             f"logits on {logits.device} with strides {logits.stride()}: give a tensor on {entries.buffer.device} "
             "whose last dimension is contiguous"
         )
     overlaps = overlapping(overlap)
-    rows, places = len(logits), entries.places
+    rows = len(changed)
     _adjust[(rows, max(1, _PROGRAMS // rows))](
-        logits, entries.buffer, logits.stride(0), places,
-        O_OWN=Upload.room(_HEADER + 3 * places + 2), FIELDS=_FIELDS, HEADER=_HEADER, BLOCK=_BLOCK,
+        logits, entries.buffer, logits.stride(0), changed.start, entries.places,
+        O_OWN=Upload.room(_HEADER + 3 * entries.places + 2), FIELDS=_FIELDS, HEADER=_HEADER, BLOCK=_BLOCK,
         OVERLAP=overlaps, launch_pdl=overlaps > 0,
     )  # fmt: skip
 

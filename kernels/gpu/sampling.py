@@ -236,30 +236,41 @@ def _sample(
         tl.store(p_errors + i_row, b_error)
 
 
-def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor, *, overlap: bool = False) -> None:
+def sample(
+    logits: Tensor,
+    parameters: SamplerRows,
+    tokens: Tensor,
+    errors: Tensor,
+    *,
+    part: slice | None = None,
+    overlap: bool = False,
+) -> None:
     """Draws the next token of every used row: argmax(processed / T + noise), ties to the lowest id.
 
     A row's token depends on its logits and parameters alone, for one `SamplerConfig` and one stride of the logits.
     `adjust_logits` comes before, where rows ask for it.
 
     Args:
-        logits: float32, bfloat16 or float16 [R, vocab_size]; rows may stand apart, ids side by side. Not written.
+        logits: float32, bfloat16 or float16 [R, vocab_size], or of the rows of `part`; rows may stand apart, ids side
+            by side. Not written.
         parameters: of R rows; its scratch is overwritten, so calls that share it must follow one another.
         tokens: int32 or int64 [R], written where a row is used; -1 for a row that failed.
         errors: int32 [R], written where a row is used: FINE, IS_NAN, IS_INFINITE or RULED_OUT. Both may lie in pinned
             memory of the host.
+        part: the rows that sample; None for all.
         overlap: whether to begin while the kernel before, which must not write parameters, still runs.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
     """
-    _check(logits, parameters, tokens, errors)
+    sampled = range(len(parameters.used))[part or slice(None)]
+    _check(logits, parameters, tokens, errors, len(sampled))
     config, splits, step = parameters.config, parameters.splits, len(parameters.scores)
     overlaps = overlapping(overlap)
-    for first in range(0, len(logits), step):
-        part = slice(first, first + step)
-        _sample[(len(logits[part]), splits)](
-            logits[part], tokens[part], errors[part], *parameters.tensors(part),
+    for first in range(0, len(sampled), step):
+        here, rows = logits[first : first + step], slice(sampled.start + first, sampled.start + first + step)
+        _sample[(len(here), splits)](
+            here, tokens[rows], errors[rows], *parameters.tensors(rows),
             logits.stride(0),
             VOCAB=parameters.vocab_size, CHUNK=config.chunk, SWEEP=config.sweep,
             SPLITS=splits, PARTS=triton.next_power_of_2(splits), INTERPRETED=_INTERPRETED, OVERLAP=overlaps,
@@ -267,10 +278,10 @@ def sample(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tens
         )  # fmt: skip
 
 
-def _check(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor) -> None:
+def _check(logits: Tensor, parameters: SamplerRows, tokens: Tensor, errors: Tensor, sampled: int) -> None:
     rows, vocab_size = len(parameters.used), parameters.vocab_size
     wanted = {
-        "logits": (logits, (rows, vocab_size), (torch.float32, torch.bfloat16, torch.float16)),
+        "logits": (logits, (sampled, vocab_size), (torch.float32, torch.bfloat16, torch.float16)),
         "tokens": (tokens, (rows,), (torch.int32, torch.int64)),
         "errors": (errors, (rows,), (torch.int32,)),
     }

@@ -229,14 +229,15 @@ class GpuPassRows:
         return self._sampled
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """A row's logits, before penalties: where those have changed them, the head is multiplied again."""
+        """A row's logits, before penalties: where those have changed them, or other rows' have taken their place, the
+        head is multiplied again."""
         x = self._buffers.activations
-        found = x.logits[row]
-        if self._adjusted:
-            out, one = torch.empty_like(x.logits[:1]), torch.ones(1, dtype=torch.int32, device=found.device)
+        if self._adjusted or len(self._buffers.parts) > 1:
+            out, one = torch.empty_like(x.logits[:1]), torch.ones(1, dtype=torch.int32, device=x.logits.device)
             product(x.final[row : row + 1].clone(), self._backend.weights.head, out, one)  # a row may begin anywhere
-            found = out[0]
-        values: NDArray[np.float32] = found.cpu().numpy()
+        else:
+            out = x.logits[row : row + 1]
+        values: NDArray[np.float32] = out[0].cpu().numpy()
         return values
 
     def hidden(self, layer: int, rows: Sequence[int]) -> Tensor:

@@ -26,6 +26,9 @@ MOST_ENTRIES = 1 << 17
 """Length of all sessions' lists of changed logits in one launch: 2.5 MiB here and there."""
 
 
+_APART = 4  # words: numbers at multiples of 16 bytes, all alike to a compiler
+
+
 class Activations(NamedTuple):
     """What lives during one pass, over the bucket's R row places."""
 
@@ -47,7 +50,7 @@ class Activations(NamedTuple):
     """float32 [P, R, hidden], what the mixer adds to the stream, in as many parts as its product's sums are best cut
     into; P depends on the model's shape alone."""
     from_mlp: Tensor
-    """The same of the MLP."""
+    """The same of the MLP, at the same place."""
     kept: Tensor
     """float32, the serial kernels' workspace (see `SerialWorkspace`)."""
     scores: Tensor
@@ -55,7 +58,7 @@ class Activations(NamedTuple):
     final: Tensor
     """model dtype [R, hidden], the final norm's output."""
     logits: Tensor
-    """float32 [R, vocab]."""
+    """float32 [S, vocab], of S rows at a time: those of a pass of more rows are gone once they have sampled."""
     hidden: Tensor
     """float32 [kept layers, R, hidden], the stream after each layer that somebody asks for."""
 
@@ -90,18 +93,27 @@ class Activations(NamedTuple):
         o = layout.take(R, *values, dtype=single)
         mixed = layout.take(R, config.value_dim, dtype=dtype)
         activated = layout.take(R, config.mlp_dim, dtype=dtype)
-        from_mixer, from_mlp = (
-            layout.take(product_parts(hidden, width), R, hidden, dtype=single)
-            for width in (config.value_dim, config.mlp_dim)
-        )
+        of_mixer, of_mlp = (product_parts(hidden, width) for width in (config.value_dim, config.mlp_dim))
+        parts = layout.take(max(of_mixer, of_mlp), R, hidden, dtype=single)
+        from_mixer, from_mlp = parts[:of_mixer], parts[:of_mlp]  # one has been added before the other is written
         shape, _ = SerialWorkspace.shapes(bucket, values[0], key_width, values[1])
         kept = layout.take(*shape, dtype=single) if serial else layout.take(0, dtype=single)
-        logits, scores = (late.take(rows, config.vocab_size, dtype=single) for rows in (R, min(R, MOST_SCORED)))
+        logits, scores = (late.take(min(R, MOST_SCORED), config.vocab_size, dtype=single) for _ in range(2))
         layout.nbytes = max(layout.nbytes, late.nbytes)
         return cls(
             stream, normed, inputs, rows, o, mixed, activated, from_mixer, from_mlp,
             kept, scores, final, logits, streams,
         )  # fmt: skip
+
+
+class SampledPart(NamedTuple):
+    """Rows that have logits and sample at a time."""
+
+    rows: slice
+    counted: Tensor
+    """int32 [1], how many of them count."""
+    logits: Tensor
+    """float32 [rows, vocab]."""
 
 
 class PassBuffers:
@@ -115,6 +127,7 @@ class PassBuffers:
         upload: sends all inputs at once: `batch`, `tokens` and `sampler`.
         batch: sessions, trees, pending factors.
         tokens: int32 [R], the rows' own tokens; `put_tokens` fills it.
+        parts: all rows, as many at a time as have room for their logits.
         sampler: how rows sample.
         entries: which single logits change before; all buckets share them.
         sampled, errors: int32 [R], results, in the host's memory: the last kernel writes them there.
@@ -146,10 +159,18 @@ class PassBuffers:
         device, R = arena.device, bucket.rows
         self.bucket, self.layers, self.serial = bucket, tuple(layers), serial
         self.activations = Activations.laid_out(config, dtype, bucket, len(layers), Layout(arena), serial=serial)
-        self.upload = Upload(Upload.room(bucket.buffer_words, R, SamplerRows.words(R)), device)
+        logits = self.activations.logits
+        firsts = range(0, R, len(logits))
+        words = bucket.buffer_words, R, _APART * len(firsts), SamplerRows.words(R)
+        self.upload = Upload(Upload.room(*words), device)
         self.batch = PassBatch(bucket, device, within=self.upload)
         self._tokens = Upload(R, device, within=self.upload)
         self.tokens = self._tokens.buffer
+        self._counts = Upload(_APART * len(firsts), device, within=self.upload)
+        self.parts = [
+            SampledPart(slice(first, first + len(logits)), self._counts.buffer[at : at + 1], logits[: R - first])
+            for first, at in zip(firsts, range(0, _APART * len(firsts), _APART), strict=True)
+        ]
         self.sampler = SamplerRows(R, config.vocab_size, device, scores=self.activations.scores, within=self.upload)
         self.entries = entries.of(R)
         results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -175,6 +196,9 @@ class PassBuffers:
     def put_tokens(self, tokens: Sequence[int]) -> None:
         """The rows' tokens, first rows first; places beyond them keep what they held."""
         self._tokens.words()[: len(tokens)] = tokens
+        counts = self._counts.words()
+        for i, part in enumerate(self.parts):
+            counts[_APART * i] = max(0, min(len(tokens) - part.rows.start, len(part.logits)))
 
     def put_sampling(self, sampling: RowSampling) -> Changes:
         """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""

@@ -24,7 +24,7 @@ from specla.kernels.gpu.product import product
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
 from specla.kernels.gpu.serial import verify_serial
-from specla.verifier_service.gpu.buffers import PassBuffers
+from specla.verifier_service.gpu.buffers import PassBuffers, SampledPart
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
 
@@ -60,17 +60,18 @@ def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify:
     _keep(buffers, len(weights.layers) - 1)
 
 
-def run_head(weights: GpuWeights, buffers: PassBuffers) -> None:
-    """From the final norm to the logits."""
-    x = buffers.activations
-    product(x.final, weights.head, x.logits, buffers.counted, overlap=True)
+def run_head(weights: GpuWeights, buffers: PassBuffers, part: SampledPart) -> None:
+    """From the final norm to a part's logits."""
+    product(buffers.activations.final[part.rows], weights.head, part.logits, part.counted, overlap=True)
 
 
-def adjust_and_sample(buffers: PassBuffers) -> None:
-    """From logits to `buffers.sampled` and `buffers.errors`; biases and penalties change the logits in place."""
-    logits = buffers.activations.logits
-    adjust_logits(logits, buffers.entries, overlap=True)
-    sample(logits, buffers.sampler, buffers.sampled, buffers.errors, overlap=True)
+def sample_rows(weights: GpuWeights, buffers: PassBuffers) -> None:
+    """From the final norm to `buffers.sampled` and `buffers.errors`, part by part; biases and penalties change the
+    logits in place."""
+    for part in buffers.parts:
+        run_head(weights, buffers, part)
+        adjust_logits(part.logits, buffers.entries, part=part.rows, overlap=True)
+        sample(part.logits, buffers.sampler, buffers.sampled, buffers.errors, part=part.rows, overlap=True)
 
 
 def _admit(buffers: PassBuffers) -> Admit:

@@ -21,7 +21,7 @@ from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.memory import FLOAT32, MIB
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
-CUDA = 176 * MIB
+CUDA = 232 * MIB
 """What CUDA itself takes, at most, for kernels and libraries as they are loaded and for captured graphs, and buckets'
 own small arrays. Whoever has made all passes ready compares it with what is taken (`GpuMemoryAccount.beyond`)."""
 

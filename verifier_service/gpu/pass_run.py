@@ -12,7 +12,7 @@ from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
 from specla.verifier_service.gpu.buffers import PassBuffers
-from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
+from specla.verifier_service.gpu.forward import run_head, run_rows, sample_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -115,17 +115,17 @@ class PassRun:
         self.buffers.upload.fetch()
         run_rows(self._weights, self._store, self.buffers, self._verify)
         if self._samples:
-            run_head(self._weights, self.buffers)
-            adjust_and_sample(self.buffers)
+            sample_rows(self._weights, self.buffers)
 
     def _launch_in_rounds(self, changes: Changes) -> None:
         """For more changes than one launch takes: each changes other logits, so their order does not count."""
         buffers = self.buffers
         buffers.upload.send()
         run_rows(self._weights, self._store, buffers, self._verify)
-        run_head(self._weights, buffers)
-        for part in changes.parts(buffers.entries.capacity):
-            buffers.entries.put(part)
-            adjust_logits(buffers.activations.logits, buffers.entries)
-        sample(buffers.activations.logits, buffers.sampler, buffers.sampled, buffers.errors)
+        for part in buffers.parts:
+            run_head(self._weights, buffers, part)
+            for round_of in changes.parts(buffers.entries.capacity):
+                buffers.entries.put(round_of)
+                adjust_logits(part.logits, buffers.entries, part=part.rows)
+            sample(part.logits, buffers.sampler, buffers.sampled, buffers.errors, part=part.rows)
         self._note_end()

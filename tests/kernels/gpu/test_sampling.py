@@ -89,7 +89,11 @@ def test_rows_that_sample_in_several_launches(device):
         sample(logits, parameters, tokens, errors)
         assert errors.tolist() == [FINE] * 5
         found.append(tokens.tolist())
-    assert found[0] == found[1] == sample_on_cpu(logits.cpu(), rows).tokens.tolist()
+    parameters.scores = parameters.scores[:2]
+    tokens, errors = (torch.full((5,), POISON, dtype=torch.int32, device=device) for _ in range(2))
+    for part in (slice(3, 5), slice(0, 3)):
+        sample(logits[part].clone(), parameters, tokens, errors, part=part)
+    assert found[0] == found[1] == tokens.tolist() == sample_on_cpu(logits.cpu(), rows).tokens.tolist()
 
 
 @settings(max_examples=8)
@@ -238,6 +242,12 @@ def test_shared_lists_and_own_paths_make_the_logits_of_a_cpu(seed):
         entries.put(part)
         adjust_logits(parted, entries)
     assert torch.equal(whole, parted)
+    entries.put(changes)
+    for rows_at_once in (slice(0, 4), slice(4, batch.rows)):
+        in_turns = logits[rows_at_once].to(device)
+        if len(in_turns):
+            adjust_logits(in_turns, entries, part=rows_at_once)
+        assert torch.equal(in_turns, whole[rows_at_once])
     for row, index in enumerate(batch.row_sessions):
         want = adjusted_logits(logits[row].numpy(), sessions[index], rows.path(row))
         np.testing.assert_allclose(whole[row].cpu().numpy(), want, rtol=2.0**-22, atol=1e-6)

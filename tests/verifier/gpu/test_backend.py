@@ -22,6 +22,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FeatureWindow
 from specla.verifier_service.gpu import backend as gpu_backend
+from specla.verifier_service.gpu import buffers
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
@@ -94,6 +95,36 @@ def test_drafts_change_no_text_and_devices_agree(engines: tuple[Engine, Engine],
     again, passes = drafted(gpu, sampling, text)
     assert again == text
     assert passes < len(text)
+
+
+@pytest.mark.parametrize("entries", [gpu_backend.MOST_ENTRIES, 3], ids=["at once", "in rounds"])
+def test_rows_that_have_logits_in_turns(
+    engines: tuple[Engine, Engine], tiny_target: Path, monkeypatch: pytest.MonkeyPatch, entries: int
+) -> None:
+    """A pass of more rows than there is room for logits: the same tokens, log-probabilities and logits."""
+    monkeypatch.setattr(buffers, "MOST_SCORED", 4)
+    monkeypatch.setattr(gpu_backend, "MOST_ENTRIES", entries)
+    config = VerifierConfig(target=tiny_target, numerics="exact", max_sessions=2, max_rows=8)
+    backend = backend_of(tiny_target)
+    in_turns, found = Engine(config, backend), []
+    for engine in (engines[1], in_turns):
+        sessions = [open_session(engine, DRAWN), open_session(engine, replace(DRAWN, seed=8), resumed=[3, 4])]
+        for trees in ([chain(8), chain(3)], [chain(2), Topology.root_only()]):
+            items = [
+                PassItem(session, tree, [7 * i % 320 for i in range(len(tree) - 1)])
+                for session, tree in zip(sessions, trees, strict=True)
+            ]
+            results = engine.run_pass(items)
+            assert all(result.error is None for result in results)
+        found.append([(session.tokens, result.logprobs) for session, result in zip(sessions, results, strict=True)])
+        for session in sessions:
+            engine.release(session)
+    assert max(len(run.buffers.parts) for run in backend._runs.values()) > 1
+    for (tokens, logprobs), (tokens_in_turns, logprobs_in_turns) in zip(*found, strict=True):
+        assert tokens == tokens_in_turns
+        for one, other in zip(logprobs or (), logprobs_in_turns or (), strict=True):
+            assert one.top[0][0] == other.top[0][0]
+            assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
 
 
 def test_sessions_beside_each_other_and_features(engines: tuple[Engine, Engine]) -> None:

@@ -20,7 +20,7 @@ from specla.kernels.tree import pack
 from specla.verifier_service.gpu import forward
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.buffers import PassBuffers
-from specla.verifier_service.gpu.forward import adjust_and_sample, run_head, run_rows, verify_of
+from specla.verifier_service.gpu.forward import run_rows, sample_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.state import StateStore
@@ -101,8 +101,7 @@ class Pair:
         buffers.entries.put(buffers.put_sampling(sampling))
         buffers.upload.send()
         run_rows(self.weights, self.store, buffers, self.verify)
-        run_head(self.weights, buffers)
-        adjust_and_sample(buffers)
+        sample_rows(self.weights, buffers)
         return wanted, pool_rows
 
     def accept(self, slots, wanted, trees, paths, pool_rows, *, write: bool = True) -> None:
