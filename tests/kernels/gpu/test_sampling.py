@@ -244,7 +244,7 @@ def test_shared_lists_and_own_paths_make_the_logits_of_a_cpu(seed):
     assert torch.equal(whole, parted)
     entries.put(changes)
     for rows_at_once in (slice(0, 4), slice(4, batch.rows)):
-        in_turns = logits[rows_at_once].to(device)
+        in_turns = logits[rows_at_once].clone().to(device)
         if len(in_turns):
             adjust_logits(in_turns, entries, part=rows_at_once)
         assert torch.equal(in_turns, whole[rows_at_once])
