@@ -26,7 +26,7 @@ MOST_ENTRIES = 1 << 17
 """Length of all sessions' lists of changed logits in one launch: 2.5 MiB here and there."""
 
 
-_APART = 4  # words: numbers at multiples of 16 bytes, all alike to a compiler
+_APART = Upload.room(1)  # words: numbers that are aligned are all alike to a compiler
 
 
 class Activations(NamedTuple):

@@ -122,6 +122,7 @@ def test_rows_that_have_logits_in_turns(
     assert max(len(run.buffers.parts) for run in backend._runs.values()) > 1
     for (tokens, logprobs), (tokens_in_turns, logprobs_in_turns) in zip(*found, strict=True):
         assert tokens == tokens_in_turns
+        assert logprobs
         for one, other in zip(logprobs or (), logprobs_in_turns or (), strict=True):
             assert one.top[0][0] == other.top[0][0]
             assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
