@@ -12,6 +12,7 @@ from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
 from specla.verifier_service.gpu.buffers import PassBuffers
+from specla.verifier_service.gpu.capture import captured
 from specla.verifier_service.gpu.forward import run_head, run_rows, sample_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -69,9 +70,8 @@ class PassRun:
             weights.config, weights.dtype, key.bucket, arena, entries, layers=key.layers, serial=key.serial
         )
         self._verify = verify_of(key.choice, self.buffers)
-        self._graph = torch.cuda.CUDAGraph() if weights.device.type == "cuda" else None
+        self._graph = self._captured(pool) if weights.device.type == "cuda" else None
         self._done = torch.cuda.Event() if self._graph is not None else None
-        self._capture(pool)
 
     def launch(self, changes: Changes | None) -> None:
         """Starts a pass over what the buffers hold; `changes` are made to the logits before rows sample."""
@@ -102,14 +102,10 @@ class PassRun:
             self._done.record()
             self.buffers.upload.sent(self._done)
 
-    def _capture(self, pool: Any) -> None:
-        if self._graph is not None:
-            self.buffers.entries.clear()
-            self._launch()  # compiles
-            torch.cuda.synchronize(self.buffers.batch.device)
-            here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails does not come back by itself
-            with here, torch.cuda.graph(self._graph, pool=pool):
-                self._launch()
+    def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
+        self.buffers.entries.clear()
+        self._launch()  # compiles
+        return captured(self._launch, pool)
 
     def _launch(self) -> None:
         self.buffers.upload.fetch()

@@ -10,7 +10,7 @@ number of rows, which is proved on the device, chunks of several sessions go thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import structlog
@@ -28,6 +28,7 @@ from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
 from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.gpu.arena import Layout
+from specla.verifier_service.gpu.capture import captured
 from specla.verifier_service.gpu.chunk_buffers import ChunkBuffers, filled
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
@@ -167,12 +168,7 @@ class Prefill:
             return
         self._inputs.put([], key.rows)
         self._launch(key)  # compiles
-        torch.cuda.synchronize(self._weights.device)
-        graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails does not come back by itself
-        with here, torch.cuda.graph(graph, pool=self._pool):
-            self._launch(key)
-        self._graphs[key] = graph
+        self._graphs[key] = captured(partial(self._launch, key), self._pool)
 
     def _key(self, tokens: Sequence[int], *, keeps: bool) -> ChunkKey:
         total = sum(map(filled, tokens))
