@@ -6,42 +6,21 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from happenings import generate_and, wait_until
 from joined import Joined
 from processes import Service, command
 
-from specla.client import Client, Delta, GenerateResult
-from specla.client.results import Collector
+from specla.client import Client
 from specla.rpc.channel import ClientTls
 from specla.rpc.errors import ServiceUnavailableError
 
 PROMPT = "Question: Tom has 12 apples and gives 5 to Ann. How many apples has he left? Answer:"
 OPTIONS = {"temperature": 1.0, "seed": 21, "ignore_eos": True}
-
-
-def generate_and(client: Client, event_after: int, happens: Callable[[], None], **options: object) -> GenerateResult:
-    """A generation during which something happens, once so many tokens have come."""
-    collector, tokens = Collector(), 0
-    for event in client.stream(PROMPT, **(OPTIONS | options)):  # type: ignore[arg-type]
-        collector.add(event)
-        if isinstance(event, Delta):
-            if tokens < event_after <= tokens + len(event.token_ids):
-                happens()
-            tokens += len(event.token_ids)
-    assert tokens > event_after
-    return collector.result()
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_a_killed_drafter_is_followed_by_another_in_the_same_text(cluster: Cluster, one_process: Joined) -> None:
@@ -57,7 +36,7 @@ def test_a_killed_drafter_is_followed_by_another_in_the_same_text(cluster: Clust
             wait_until(lambda: cluster.sessions()[0].drafter_attached)
             doomed.kill()
 
-        result = generate_and(client, 60, kill, max_tokens=800)
+        result = generate_and(client, PROMPT, 60, kill, max_tokens=800, **OPTIONS)
         assert result.token_ids == want.token_ids
         assert result.text == want.text
         # And the next request, which asks for the dead one, is served by the one behind it.
@@ -69,7 +48,7 @@ def test_without_any_drafter_left_the_text_goes_on(cluster: Cluster, one_process
     want = one_process.client.generate(PROMPT, drafter="none", max_tokens=400, **OPTIONS)
     doomed = cluster.start_drafter("lookup")
     with cluster.start_coordinator([cluster.verifier], [doomed]) as coordinator, Client(coordinator.address) as client:
-        result = generate_and(client, 60, doomed.kill, max_tokens=400)
+        result = generate_and(client, PROMPT, 60, doomed.kill, max_tokens=400, **OPTIONS)
         assert result.token_ids == want.token_ids
 
 
@@ -82,7 +61,7 @@ def test_a_killed_verifier_is_followed_by_another_in_the_same_text(cluster: Clus
         Client(coordinator.address) as client,
     ):
         wait_until(lambda: coordinator.log.read_text().count("verifier connected") == 2)
-        result = generate_and(client, 80, doomed.kill, max_tokens=400)
+        result = generate_and(client, PROMPT, 80, doomed.kill, max_tokens=400, **OPTIONS)
         assert result.token_ids == want.token_ids
         assert result.text == want.text
     wait_until(lambda: not cluster.sessions())
@@ -191,7 +170,8 @@ def test_serve_all_answers_reads_its_file_and_stops_well(
         want = one_process.client.generate(PROMPT, drafter="none", max_tokens=100, **OPTIONS)
         assert client.generate(PROMPT, max_tokens=100, **OPTIONS).token_ids == want.token_ids
         # Told to stop in the middle of a text, it ends the text first.
-        result = generate_and(client, 50, lambda: os.kill(service.process.pid, signal.SIGTERM), max_tokens=400)
+        stop = partial(os.kill, service.process.pid, signal.SIGTERM)
+        result = generate_and(client, PROMPT, 50, stop, max_tokens=400, **OPTIONS)
         assert len(result.token_ids) == 400
         assert service.process.wait(20) == 0
 

@@ -13,14 +13,16 @@ from specla.v1 import verifier_pb2, verifier_pb2_grpc
 DRAFTERS = ("suffix", "lookup", "random")
 MAX_PROMPT = 4096
 DRAFTING: Final = "unconditional"  # so small a target gains nothing by drafts: measured, few would be verified
+READY_S = {"cpu": 60.0, "cuda": 240.0}  # a GPU's kernels are compiled first
 DRAFT_WAIT_S = 2.0  # a draft comes sooner on any machine
 
 
 class Cluster:
     """A verifier, drafters and a coordinator, a process each."""
 
-    def __init__(self, target: Path, logs: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, target: Path, logs: Path, stack: contextlib.ExitStack, device: str = "cpu") -> None:
         self.target = target
+        self.device = device
         self.logs = logs
         self._stack = stack
         self.verifier = self.start_verifier()
@@ -40,7 +42,9 @@ class Cluster:
             "--max-sessions",
             "8",
         )
-        return self._start("verifier", "--target", str(self.target), *settings)
+        if self.device == "cuda":  # which other verifiers have a part of, too
+            settings += ("--device", "cuda", "--memory-mib", "4096")
+        return self._start("verifier", "--target", str(self.target), *settings, ready_s=READY_S[self.device])
 
     def start_drafter(self, name: str) -> Service:
         return self._start("drafter", "--name", name)
@@ -55,6 +59,6 @@ class Cluster:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             return list(stub.ListSessions(verifier_pb2.ListSessionsRequest(), timeout=10).sessions)
 
-    def _start(self, role: str, *arguments: str) -> Service:
+    def _start(self, role: str, *arguments: str, ready_s: float = 60.0) -> Service:
         log = self.logs / f"{role}-{time.monotonic_ns()}.log"
-        return self._stack.enter_context(Service(role, "--port", "0", *arguments, log=log))
+        return self._stack.enter_context(Service(role, "--port", "0", *arguments, log=log, ready_s=ready_s))
