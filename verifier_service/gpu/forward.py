@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuLayer, GpuWeights, InputWidths
 
 _FEW_ROWS = 64
-_PRODUCTS_ADMIT_AT_START = range(9, 17)  # places of a pass's rows
 
 Verify = Callable[[LayerRows, Tensor, FactorPool, PassBatch, Tensor], None]
 """(rows, states, pool, batch, o): a verification kernel for one layer, with its workspace or tile."""
@@ -46,15 +46,15 @@ def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify:
     """From tokens to the final norm: `final` and `hidden` of the activations, and the rows' factors in the pools."""
     x, rows, eps, admit = buffers.activations, buffers.counted, weights.config.norm_eps, _admit(buffers)
     embed(buffers.tokens, weights.embeddings, x.stream, rows, overlap=True)
-    of_product = _product_admits(buffers)
+    admits = _ProductAdmits.of(buffers)
     added: Tensor | None = None
     for i, layer in enumerate(weights.layers):
         add_rms_norm(x.stream, added, layer.mixer_norm, eps, x.normed, rows, overlap=True, admit=admit)
         _keep(buffers, i - 1)
         _mixer(weights, layer, store.layer(i), buffers, verify)
         add_rms_norm(x.stream, x.from_mixer, layer.mlp_norm, eps, x.normed, rows, overlap=True, admit=admit)
-        product(x.normed, layer.gate_up, x.activated, rows, swiglu=True, overlap=True, admit=of_product)
-        product(x.activated, layer.down, x.from_mlp, rows, overlap=True, admit=of_product)
+        product(x.normed, layer.gate_up, x.activated, rows, swiglu=True, overlap=True, admit=admits.gate_up)
+        product(x.activated, layer.down, x.from_mlp, rows, overlap=True, admit=admits.down)
         added = x.from_mlp
     add_rms_norm(x.stream, added, weights.norm, eps, x.final, rows, overlap=True, admit=admit)
     _keep(buffers, len(weights.layers) - 1)
@@ -79,14 +79,28 @@ def _admit(buffers: PassBuffers) -> Admit:
     return "start" if buffers.bucket.rows <= _FEW_ROWS else "waited"
 
 
-def _product_admits(buffers: PassBuffers) -> Admit:
-    """When a layer's product lets the kernel behind it begin: at once where that was measured to pay.
+class _ProductAdmits(NamedTuple):
+    """When each of a layer's products lets the kernel behind it begin."""
 
-    Then nothing keeps the kernels of two layers apart but what they wait for. The serial kernels count before they
-    wait, and two sets of counters take turns, so their passes need a product that waits in every layer.
-    """
-    early = buffers.bucket.rows in _PRODUCTS_ADMIT_AT_START and not buffers.serial
-    return "start" if early else "waited"
+    inputs: Admit
+    output: Admit
+    gate_up: Admit
+    down: Admit
+
+    @classmethod
+    def of(cls, buffers: PassBuffers) -> _ProductAdmits:
+        """At once where that was measured to pay.
+
+        Then nothing keeps the kernels of two layers apart but what they wait for. The serial kernels count before they
+        wait, and two sets of counters take turns, so their passes need a product that waits in every layer.
+        """
+        rows, serial = buffers.bucket.rows, buffers.serial
+        if 8 < rows <= 16 and serial:
+            return cls("waited", "start", "start", "start")
+        if 16 < rows <= 32 and not serial:
+            return cls("start", "start", "waited", "start")
+        every: Admit = "start" if 8 < rows <= _FEW_ROWS and not serial else "waited"
+        return cls(every, every, every, every)
 
 
 def _keep(buffers: PassBuffers, layer: int) -> None:
@@ -100,11 +114,11 @@ def _mixer(
 ) -> None:
     """A layer's recurrence: the normed stream in, what it adds out."""
     (states, pool), x, rows, config = memory, buffers.activations, buffers.counted, weights.config
-    of_product = _product_admits(buffers)
-    product(x.normed, layer.inputs, x.inputs, rows, overlap=True, admit=of_product)
+    admits = _ProductAdmits.of(buffers)
+    product(x.normed, layer.inputs, x.inputs, rows, overlap=True, admit=admits.inputs)
     raw, a, b, gate = InputWidths.of(config).split(x.inputs)
     tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True, admit="start")
     verify(x.rows, states, pool, buffers.batch, x.o)
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
     gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True, admit="start")
-    product(x.mixed, layer.output, x.from_mixer, rows, overlap=True, admit=of_product)
+    product(x.mixed, layer.output, x.from_mixer, rows, overlap=True, admit=admits.output)
