@@ -57,6 +57,7 @@ class SessionSampling:
         self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self.banned_ids = np.array(sorted(params.banned_ids), dtype=np.int64)
+        self._penalizes = params.penalizes
         size = vocab_size if params.penalizes else 0
         self._seen = np.zeros(size, dtype=np.bool_)
         self._counts = np.zeros(size, dtype=np.int32)
@@ -66,7 +67,7 @@ class SessionSampling:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Counts tokens that have been committed to the output, the bonus token included."""
-        if not self.params.penalizes:
+        if not self._penalizes:
             return
         for token in tokens:
             self._seen[token] = True

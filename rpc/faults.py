@@ -6,12 +6,22 @@ trace under that id.
 
 import secrets
 import traceback
+from collections.abc import Callable
 
 import structlog
 
 from specla.rpc.errors import InternalError
 
 log = structlog.get_logger("specla.rpc")
+
+
+def fault_of(work: Callable[[], object]) -> Exception | None:
+    """What `work` raises, for those who have something to end before they raise it."""
+    try:
+        work()
+    except Exception as fault:
+        return fault
+    return None
 
 
 def internal_error(where: str, error: BaseException) -> InternalError:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from specla.kernels.topology import Topology
 from specla.rpc.errors import InvalidRequestError
 
+_ROOT = (0,)
+
 
 class FinishReason(Enum):
     """Why a text ended."""
@@ -90,7 +92,7 @@ class Acceptance(NamedTuple):
     @property
     def accepted_nodes(self) -> tuple[int, ...]:
         """Indices of the accepted candidates, root to leaf."""
-        return tuple([row - 1 for row in self.rows[1:]])
+        return tuple([row - 1 for row in self.rows[1:]]) if len(self.rows) > 1 else ()
 
 
 def accept(
@@ -112,6 +114,9 @@ def accept(
         stopping: when the text ends.
         completion_len: tokens of the completion before this pass.
     """
+    if not candidates:
+        token = sampled[0]
+        return Acceptance(_ROOT, (token,), stopping.finish_of(token, completion_len + 1))
     row, rows, tokens = 0, [0], []
     while True:
         token = int(sampled[row])

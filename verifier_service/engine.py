@@ -20,28 +20,33 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specla.kernels.sampling import RowSampling, Sampled, SessionSampling
+from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
-from specla.rpc.errors import SessionCancelledError
 from specla.verifier_service import prefilling
-from specla.verifier_service.acceptance import Acceptance, Stopping
-from specla.verifier_service.backend import Backend, PassRows
+from specla.verifier_service.acceptance import Stopping
+from specla.verifier_service.backend import Backend
 from specla.verifier_service.backends import backend_for, memory_of
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of
 from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.inference import without_gradients
-from specla.verifier_service.passes import PassItem, PassResult, RunningPass, accept_item, result_of, row_sampling
-from specla.verifier_service.prefilling import RunningPrefill, move_on
+from specla.verifier_service.passes import (
+    EndedPass,
+    PassInputs,
+    PassItem,
+    PassResult,
+    RunningPass,
+    conclude,
+    inputs_of,
+)
+from specla.verifier_service.prefilling import RunningPrefill
 from specla.verifier_service.session import Session, check_opening, sampling_state
 from specla.verifier_service.target import Target
 
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
 MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
-
-_RELEASED = SessionCancelledError("the session was released while its pass ran")
 
 
 class GreedyChoice(NamedTuple):
@@ -81,6 +86,7 @@ class Engine:
         self.max_sessions = self.memory.slots(config.max_sessions, config.max_rows, config.memory_mib)
         self.backend: Backend = backend or backend_for(config, self.target, self.max_sessions)
         self._sessions: set[Session] = set()
+        self._inputs: PassInputs | None = None
 
     @property
     def free_slots(self) -> int:
@@ -181,13 +187,9 @@ class Engine:
     def begin_pass(self, items: Sequence[PassItem]) -> RunningPass:
         """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
         started = time.perf_counter()
-        slots = self._check_items(items)
-        batch = pack([item.topology for item in items])
-        row_tokens = [token for item in items for token in (item.session.root_token, *item.tokens)]
-        sampling = row_sampling(items, batch, row_tokens)
-        layers = {layer for item in items for layer in _layers(item.session)}
-        out = self.backend.run(slots, batch, row_tokens, sampling, sorted(layers))
-        return RunningPass(items, batch, out, started)
+        self._inputs = inputs = inputs_of(items, self.config.max_rows, self._inputs)
+        out = self.backend.run(inputs.slots, inputs.batch, inputs.row_tokens, inputs.sampling, inputs.layers)
+        return RunningPass(items, inputs.batch, out, started)
 
     @without_gradients
     def end_pass(self, running: RunningPass) -> list[PassResult]:
@@ -201,10 +203,10 @@ class Engine:
         """
         items, batch, out, started = running
         sampled = out.sampled  # waits
-        seconds = time.perf_counter() - started
+        ended = EndedPass(out, sampled.tokens.tolist(), sampled.errors, time.perf_counter() - started)
         results, paths = list[PassResult](), list[Sequence[int]]()
-        for item, offset in zip(items, batch.offsets[:-1], strict=True):
-            result, path = self._conclude(item, offset, out, sampled, seconds)
+        for item, offset in zip(items, batch.offsets, strict=False):  # the last offset is the end
+            result, path = conclude(item, offset, ended)
             results.append(result)
             paths.append(path)
         out.take_all(paths)
@@ -294,39 +296,3 @@ class Engine:
             yield session
         finally:
             self.release(session)
-
-    def _check_items(self, items: Sequence[PassItem]) -> list[int]:
-        """The items' slots; anything wrong here is a fault of the caller."""
-        slots = []
-        for item in items:
-            assert item.session.ready, "a session in a pass must be ready"
-            assert len(item.tokens) == len(item.topology) - 1, "one token a candidate"
-            assert len(item.topology) <= self.config.max_rows, "more rows than max_rows"
-            assert item.session.slot is not None
-            slots.append(item.session.slot)
-        assert slots, "a pass needs a session"
-        assert len(set(slots)) == len(slots), "a pass takes each session once"
-        return slots
-
-    def _conclude(
-        self, item: PassItem, offset: int, out: PassRows, sampled: Sampled, seconds: float
-    ) -> tuple[PassResult, Sequence[int]]:
-        """Accept an item's tokens and move its session on; the only place where a pass changes a session.
-
-        Returns the rows that are part of its text now, too.
-        """
-        session, base_len = item.session, item.session.committed_len
-        acceptance = _RELEASED if session.slot is None else accept_item(item, offset, sampled)
-        if not isinstance(acceptance, Acceptance):
-            return PassResult(session=session, base_len=base_len, error=acceptance, seconds=seconds), ()
-        result = result_of(item, offset, acceptance, out, seconds)
-        move_on(session, out, offset, acceptance.rows)
-        session.tokens += acceptance.tokens
-        session.sampling_state.extend(acceptance.tokens)
-        session.finish = acceptance.finish
-        return result, acceptance.rows
-
-
-def _layers(session: Session) -> tuple[int, ...]:
-    """Whose streams a session keeps."""
-    return () if session.feature_ring is None else session.feature_ring.spec.layers

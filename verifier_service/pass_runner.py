@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from specla.kernels.topology import Topology
 from specla.rpc.errors import SpeclaError
-from specla.rpc.faults import internal_error
+from specla.rpc.faults import fault_of, internal_error
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes, Prospect, choose, keep_all
 from specla.verifier_service.drafting import DraftDesk
@@ -93,6 +93,9 @@ class PassRunner:
 
         Returns:
             None after a pass; otherwise when one may be due without further mail, infinity for never.
+
+        Raises:
+            Exception: of `meanwhile`, once the pass has ended and its sessions have moved on.
         """
         if not self._engine.overlaps:
             meanwhile()
@@ -104,10 +107,12 @@ class PassRunner:
         return None
 
     def tell_news(self) -> None:
-        """Tell coordinators what the last pass brought."""
+        """Tell coordinators what the last pass brought; a session of which nothing can be told fails alone."""
         news, self._news = self._news, []
         for live in news:
-            live.tell()
+            fault = fault_of(live.tell)
+            if fault is not None and live.lives:
+                self._roster.fail(live, internal_error("news of a session", fault))
 
     def _choose(self, ready: Sequence[LiveSession], now: float) -> tuple[list[LiveSession], float]:
         """Who takes part now, and, if nobody does, when the first wait ends."""
@@ -146,17 +151,19 @@ class PassRunner:
         return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
 
     def _run(self, parts: Sequence[Part], meanwhile: Callable[[], None] | None) -> None:
-        started = self._clock()
+        started, not_of_pass = self._clock(), None
         try:
             running = self._engine.begin_pass([part.item() for part in parts])
             if meanwhile is not None:
-                meanwhile()
+                not_of_pass = fault_of(meanwhile)
             results = self._engine.end_pass(running)
         except Exception as fault:
             error = fault if isinstance(fault, SpeclaError) else internal_error("pass", fault)
             for part in parts:
                 if part.live.lives:
                     self._roster.fail(part.live, error)
+            if not_of_pass is not None:
+                raise not_of_pass from fault
             return
         ended = self._clock()
         sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
@@ -169,6 +176,8 @@ class PassRunner:
                 continue
             self._account(part, result, started, counted_s, sessions, nodes)
             self._tell(part, result, ended)
+        if not_of_pass is not None:
+            raise not_of_pass
 
     def _account(
         self, part: Part, result: PassResult, started: float, counted_s: float, sessions: int, nodes: int

@@ -1,15 +1,18 @@
-"""What a session brings to a pass and what it takes away: pure functions around the forward pass."""
+"""What a session brings to a pass and what it takes away: the functions before and behind the forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, Sampled, row_logprobs
+from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, row_logprobs
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch
-from specla.rpc.errors import InternalError, SpeclaError
-from specla.verifier_service.acceptance import Acceptance, Finish, accept
+from specla.kernels.tree import TreeBatch, pack
+from specla.rpc.errors import InternalError, SessionCancelledError, SpeclaError
+from specla.verifier_service.acceptance import Finish, accept
 from specla.verifier_service.backend import PassRows
+from specla.verifier_service.prefilling import move_on
 from specla.verifier_service.session import Session
+
+_RELEASED = SessionCancelledError("the session was released while its pass ran")
 
 
 class PassItem(NamedTuple):
@@ -65,50 +68,100 @@ class PassResult(NamedTuple):
     seconds: float = 0.0
 
 
-def row_sampling(items: Sequence[PassItem], batch: TreeBatch, row_tokens: Sequence[int]) -> RowSampling:
-    """Which token each row of the batch samples; `row_tokens` are the rows' own tokens, [R]."""
-    return RowSampling(
-        sessions=[item.session.sampling_state for item in items],
-        row_session=batch.row_sessions,
-        positions=batch.positions([item.session.committed_len for item in items]),
-        parent_row=() if batch.roots_only else batch.parents,
-        row_tokens=row_tokens,
-    )
+class PassInputs(NamedTuple):
+    """What a backend is given of a pass's items."""
+
+    sessions: list[Session]
+    slots: list[int]
+    """[B]."""
+    batch: TreeBatch
+    row_tokens: list[int]
+    """[R], the rows' own tokens."""
+    sampling: RowSampling
+    layers: list[int]
+    """Whose streams some session keeps."""
 
 
-def accept_item(item: PassItem, offset: int, sampled: Sampled) -> Acceptance | InternalError:
-    """Walk one item's tree, whose rows begin at `offset` of the batch; an error if the way meets unusable logits."""
-    session = item.session
-    tokens = sampled.tokens[offset : offset + len(item.topology)].tolist()
-    acceptance = accept(item.topology, item.tokens, tokens, session.stopping, session.completion_len)
-    if acceptance.tokens[-1] != FAILED_TOKEN:
-        return acceptance
-    reason = sampled.errors[offset + acceptance.rows[-1]]
-    return InternalError(f"the target gave no usable logits: {reason}", hint="Other sessions are not affected")
+def inputs_of(items: Sequence[PassItem], max_rows: int, before: PassInputs | None = None) -> PassInputs:
+    """The device waits for this, so what the same sessions with the same trees had `before` is taken over.
+
+    Anything wrong here is a fault of the caller.
+    """
+    sessions, batch = [item.session for item in items], pack([item.topology for item in items])
+    if before is not None and before.batch is batch and before.sessions == sessions:
+        slots, states, layers = before.slots, before.sampling.sessions, before.layers
+    else:
+        assert max(map(len, batch.topologies)) <= max_rows, "more rows than max_rows"
+        assert len(set(sessions)) == len(sessions), "a pass takes each session once"
+        slots = [session.slot for session in sessions if session.slot is not None]
+        states = [session.sampling_state for session in sessions]
+        rings = [session.feature_ring for session in sessions if session.feature_ring is not None]
+        layers = sorted({layer for ring in rings for layer in ring.spec.layers})
+    row_tokens, lengths = list[int](), list[int]()
+    for session, topology, tokens, _ in items:
+        assert session.ready, "a session in a pass must be ready"
+        assert len(tokens) + 1 == len(topology.parent_rows), "one token a candidate"
+        row_tokens.append(session.tokens[-1])
+        row_tokens += tokens
+        lengths.append(len(session.tokens))
+    parents = () if batch.roots_only else batch.parents
+    sampling = RowSampling(states, batch.row_sessions, batch.positions(lengths), parents, row_tokens)
+    return PassInputs(sessions, slots, batch, row_tokens, sampling, layers)
 
 
-def result_of(item: PassItem, offset: int, acceptance: Acceptance, out: PassRows, seconds: float) -> PassResult:
-    """What to report of an accepted walk, before the session moves on."""
-    session, (accepted, tokens, finish) = item.session, acceptance
-    wants_logprobs = session.sampling_state.params.top_logprobs is not None
+class EndedPass(NamedTuple):
+    """What all rows of a pass gave; see `Sampled`."""
+
+    out: PassRows
+    tokens: Sequence[int]
+    errors: Mapping[int, str]
+    seconds: float
+
+
+def conclude(item: PassItem, offset: int, ended: EndedPass) -> tuple[PassResult, Sequence[int]]:
+    """Accept an item's tokens, whose rows begin at `offset` of the batch, and move its session on: the only place where
+    a pass changes a session.
+
+    Returns:
+        The result, and the rows of the item that are part of the text now. There are none where the session was
+        released meanwhile or the way down its tree met unusable logits.
+    """
+    session, topology, candidates, top_k = item
+    base_len = len(session.tokens)
+    if session.slot is None:
+        return PassResult(session, base_len, error=_RELEASED, seconds=ended.seconds), ()
+    own = ended.tokens[offset : offset + len(candidates) + 1]
+    acceptance = accept(topology, candidates, own, session.stopping, base_len - session.prompt_len)
+    rows, tokens, finish = acceptance
+    if tokens[-1] == FAILED_TOKEN:
+        reason = ended.errors[offset + rows[-1]]
+        error = InternalError(f"the target gave no usable logits: {reason}", hint="Other sessions are not affected")
+        return PassResult(session, base_len, error=error, seconds=ended.seconds), ()
     logprobs = top = None
-    if wants_logprobs or item.top_k:
-        rows = [offset + row for row in accepted[: len(tokens)]]  # token i was sampled after row i of the walk
-        if wants_logprobs:
-            logprobs = tuple(out.sampled.logprobs[row] for row in rows)
-        if item.top_k:
-            top = tuple(
-                row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, tokens, strict=True)
-            )
-    return PassResult(
-        session,
-        session.committed_len,
-        acceptance.accepted_nodes,
-        tokens,
-        acceptance.drafted,
-        finish,
-        logprobs,
-        top,
-        None,
-        seconds,
-    )
+    if top_k or session.sampling_state.params.top_logprobs is not None:
+        of_batch = [offset + row for row in rows[: len(tokens)]]  # token i was sampled after row i of the walk
+        logprobs, top = _logprobs(item, of_batch, tokens, ended.out)
+    result = PassResult(
+        session, base_len, acceptance.accepted_nodes, tokens, acceptance.drafted, finish, logprobs, top, None,
+        ended.seconds,
+    )  # fmt: skip
+    move_on(session, ended.out, offset, rows)
+    session.tokens += tokens
+    session.sampling_state.extend(tokens)
+    session.finish = finish
+    return result, rows
+
+
+_Entries = tuple[RowLogprobs, ...]
+
+
+def _logprobs(
+    item: PassItem, rows: Sequence[int], tokens: Sequence[int], out: PassRows
+) -> tuple[_Entries | None, _Entries | None]:
+    """Of tokens sampled after these rows: those that the session's sampling asks for, and those that the item does."""
+    logprobs = top = None
+    if item.session.sampling_state.params.top_logprobs is not None:
+        logprobs = tuple(out.sampled.logprobs[row] for row in rows)
+    if item.top_k:
+        top = tuple(row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, tokens, strict=True))
+    return logprobs, top

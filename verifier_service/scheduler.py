@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from specla.rpc.errors import SpeclaError
-from specla.rpc.faults import internal_error
+from specla.rpc.faults import fault_of, internal_error
 from specla.rpc.links import Wake
 from specla.rpc.waker import speed_up_hops
 from specla.v1 import verifier_pb2
@@ -274,8 +274,7 @@ class Scheduler:
         self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:
-        """One bounded piece for the session that has waited longest for one, and for those that may go with it; whether
-        there was one."""
+        """One bounded piece for whoever has waited longest for one, and who may go along; whether there was one."""
         overlaps = self._engine.overlaps
         waiting = self._not_ready()
         if waiting and not overlaps:
@@ -283,29 +282,31 @@ class Scheduler:
             waiting = self._not_ready()
         if not waiting:
             return False
-        begun, started = waiting[:1], self._clock()
+        begun, started, not_of_piece = waiting[:1], self._clock(), None
         try:
             running = self._engine.begin_prefill([live.session for live in waiting])
             begun = [live for live in waiting if live.session in running.sessions]
             if overlaps:
-                self._look_around()
+                not_of_piece = fault_of(self._look_around)
             self._engine.end_prefill(running)
+            self._unready = [*(live for live in waiting if live not in begun), *begun]
+            self._note_piece(begun, started)
         except Exception as error:
             for live in begun:
                 if live.lives:
                     self._roster.fail(live, internal_error("prefill", error))
-            return True
+        if not_of_piece is not None:
+            raise not_of_piece
+        return True
+
+    def _note_piece(self, begun: Sequence[LiveSession], started: float) -> None:
         now = self._clock()
-        self._unready = [*(live for live in waiting if live not in begun), *begun]
         for live in begun:
             live.prefill_s += now - started
             if live.session.ready:
-                live.moved_at = now
-                prefilled = verifier_pb2.Prefilled(
-                    prompt_tokens=live.session.prompt_len, prefill_us=round(live.prefill_s * 1e6)
-                )
+                live.moved_at, us = now, round(live.prefill_s * 1e6)
+                prefilled = verifier_pb2.Prefilled(prompt_tokens=live.session.prompt_len, prefill_us=us)
                 live.put(SessionEvent(session_id=live.session_id, prefilled=prefilled))
-        return True
 
     def _not_ready(self) -> list[LiveSession]:
         """Sessions that are not ready: who had a piece last is last, but for those that have come since."""

@@ -47,12 +47,12 @@ class SnapshotRun(PassRun):
         self._bench, self._case = bench, case
         super().__init__(bench.weights, bench.store, key, arena, bench.entries, bench.pool)
 
-    def _capture(self, pool: Any) -> None:
+    def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
         """With sessions in all places: the rival's kernels know no unused ones."""
         pools = self._bench.store.pools.g.shape[2]
         step = steps_of(self._case.topology, pools, self._bench.weights.config.conv_size)[0]
         fill(self, self._case, step._replace(pending=[], write_state=False), self._bench.weights.config.vocab_size)
-        super()._capture(pool)
+        return super()._captured(pool)
 
     def _launch(self) -> None:
         self.buffers.upload.fetch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -119,13 +118,11 @@ def _engine(made: Report, found: Measured, weights: GpuWeights, mode: Mode) -> N
         engine = engine_of(weights, mode, sessions=sessions, max_rows=max(rows, 16))
         timed = iterations(engine, case)
         engine.close()
-        alone = statistics.median(timed.alone)
         made.rows.append(Row.of(mode, f"{case.name}: iteration of an engine", [us / 1e3 for us in timed.whole], "ms"))
         made.rows.append(Row.of(mode, f"{case.name}: its passes alone", [us / 1e3 for us in timed.alone], "ms"))
-        host = [us - alone for us in timed.whole]
-        made.rows.append(Row.of(mode, f"{case.name}: the host's part", host, "us"))
+        made.rows.append(Row.of(mode, f"{case.name}: the host's part", timed.host, "us"))
         if (sessions, rows) == (1, 16):
-            found.host[mode] = host
+            found.host[mode] = timed.host
         del engine
         torch.cuda.empty_cache()
     sizes = footprint(mode, 64, 16)

@@ -137,13 +137,13 @@ class LogitEntries:
             ValueError: more than there is room for.
         """
         rows, places = len(changes.row_session), self.places
+        if not rows and not self._upload.words()[0]:
+            return
         if len(changes.shared) > self.capacity:
             raise ValueError(f"{len(changes.shared)} logits change, with room for {self.capacity}: give more capacity")
         if rows > places or len(changes.own) > places * _MOST_PATH:
             raise ValueError(f"{rows} rows with {len(changes.own)} changes of their own, with {places} row places")
         host = self._upload.words()
-        if not rows and not host[0]:
-            return
         own = Upload.room(_HEADER + 3 * places + 2)
         shared = own + changes.own.size
         end = shared + changes.shared.size

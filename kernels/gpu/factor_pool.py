@@ -9,7 +9,9 @@ no copy and advances by naming other rows.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,9 +78,8 @@ class PoolTable:
 
     def accept(self, slots: Ints, paths: Sequence[Sequence[int]]) -> None:
         """After a pass: rows of it that were accepted, each slot's root first, none where nothing moves on."""
-        lengths = np.array([len(path) for path in paths], np.int32)
-        flat = np.array([row for path in paths for row in path], np.int32)
-        _accept_taken(self.words, slots, flat, lengths, self.rows, self.kept)
+        told = np.frombuffer(array("i", [*map(len, paths), *chain.from_iterable(paths)]), np.int32)
+        _accept_taken(self.words, slots, told[len(slots) :], told, self.rows, self.kept)
 
 
 class PoolRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -96,7 +97,7 @@ class SamplerRows:
             raise ValueError(f"{vocab_size} ids are too many for a sweep of {self.config.sweep}: give a larger sweep")
         self.vocab_size = vocab_size
         self.splits = self.config.splits or _splits(rows, vocab_size, self.config.chunk, device)
-        self._last: tuple[tuple[SessionSampling, ...], tuple[int, ...]] = ((), ())
+        self._last: tuple[Sequence[SessionSampling], Sequence[int]] = ((), ())
         self._upload = Upload(self.words(rows), device, within=within)
         self._ints = self._upload.words().reshape(8, rows)
         self._positions = self._ints[4].view(np.uint32)
@@ -133,7 +134,9 @@ class SamplerRows:
     def _filled_with(self, rows: RowSampling) -> bool:
         """Whether the places hold these sessions' rows already, but for positions."""
         sessions, indices = self._last
-        return tuple(rows.row_session) == indices and tuple(rows.sessions) == sessions
+        if rows.sessions is sessions and rows.row_session is indices:
+            return True  # they are not changed in place
+        return tuple(rows.row_session) == tuple(indices) and tuple(rows.sessions) == tuple(sessions)
 
     def _fill_fields(self, rows: RowSampling) -> None:
         """All but the positions."""
@@ -150,7 +153,7 @@ class SamplerRows:
         ints[1, :count] = fields[0]
         seeds[:count] = fields[1:3].T
         ints[5:, :count] = fields[3:, None] if fields.ndim == 1 else fields[3:]
-        self._last = (tuple(rows.sessions), tuple(rows.row_session))
+        self._last = (rows.sessions, rows.row_session)
 
     def _fields_of(self, session: SessionSampling) -> NDArray[np.int32]:
         """What does not change while a session runs: int32 [6], floats as their bits."""

@@ -5,6 +5,8 @@ Within a captured graph the device fetches the words itself: behind a copy the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import triton
@@ -65,7 +67,7 @@ class Upload:
         self._host = torch.zeros(room, dtype=torch.int32, pin_memory=on_gpu)[:words]
         self._words = self._host.numpy()
         self._own_event = torch.cuda.Event() if on_gpu else None
-        self._sent: torch.cuda.Event | None = None
+        self._sent: Callable[[], object] | None = None
         self.buffer = torch.zeros(room, dtype=torch.int32, device=device)[:words] if into is None else into
 
     @staticmethod
@@ -82,7 +84,7 @@ class Upload:
         """Starts the copy of the first `words` (all, if unset): one transfer, in the order of the current stream.
 
         Within the capture of a graph the copy becomes part of it, and a replay is what `words` must wait for: `sent`
-        says that it was queued.
+        says how that is done.
         """
         if self._whole is not None:
             return
@@ -102,9 +104,9 @@ class Upload:
         _fetch[(triton.cdiv(words, _BLOCK),)](self._host, self.buffer, words, BLOCK=_BLOCK, OVERLAP=True, num_warps=4)
         self._note()
 
-    def sent(self, event: torch.cuda.Event) -> None:
-        """Notes that a copy is queued; the event was recorded behind it."""
-        self._sent = event
+    def sent(self, wait: Callable[[], object]) -> None:
+        """Notes that a copy is queued; `wait` returns once it, or something behind it, is over."""
+        self._sent = wait
 
     def arrived(self) -> None:
         """Notes that the last copy is over, for whoever has waited for something behind it."""
@@ -113,11 +115,11 @@ class Upload:
     def _note(self) -> None:
         if self._own_event is not None and not torch.cuda.is_current_stream_capturing():
             self._own_event.record(torch.cuda.current_stream(self.buffer.device))
-            self.sent(self._own_event)
+            self.sent(self._own_event.synchronize)
 
     def _wait(self) -> None:
         if self._sent is not None:
-            self._sent.synchronize()
+            self._sent()
             self._sent = None
 
     def _take(self, words: int) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from verifier_harness import PATIENCE_S, Coordinator, Drafter
 
-from specla.rpc.errors import SessionCancelledError
+from specla.rpc.errors import InternalError, ServiceUnavailableError, SessionCancelledError
 from specla.v1 import common_pb2, verifier_pb2
+from specla.verifier_service import roster
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
@@ -314,6 +315,75 @@ def test_a_fault_while_a_pass_runs_fails_its_sessions_once(
     assert [len(coordinator.events(session, "failed")) for session in (first, second)] == [1, 1]
     assert engine.free_slots == 3
     assert len(coordinator.finish(coordinator.start(PROMPT))) == 16
+
+
+def test_what_fails_while_a_pass_runs_leaves_no_pass_unended(
+    engine: OverlappingEngine, verifier: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the scheduler's own ends the verifier, as between passes: behind the pass, and its tokens are told."""
+    coordinator, session = Coordinator(verifier), b"k" * 16
+
+    def broken() -> None:
+        raise RuntimeError("expiry is broken")
+
+    def spoil(passes: int) -> None:
+        if passes == 4:
+            monkeypatch.setattr(verifier._roster, "expire", broken)
+
+    engine.while_running = spoil
+    coordinator.start(PROMPT, max_tokens=30, session_id=session)
+    failure = coordinator.failure(session)
+    assert isinstance(failure, ServiceUnavailableError)
+    assert "the verifier has failed" in str(failure)
+    assert not engine.running
+    assert len(coordinator.tokens(session)) == 4
+
+
+def test_what_cannot_be_told_fails_its_session_alone(
+    engine: OverlappingEngine, verifier: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, first, second = Coordinator(verifier), b"l" * 16, b"m" * 16
+    made = roster.committed_event
+
+    def broken(session_id: bytes, result: PassResult, verified: int) -> verifier_pb2.SessionEvent:
+        if session_id == first and engine.passes >= 4:
+            raise RuntimeError("no event of that")
+        return made(session_id, result, verified)
+
+    monkeypatch.setattr(roster, "committed_event", broken)
+    wanted = coordinator.finish(coordinator.start(PROMPT, max_tokens=3))
+    assert engine.passes == 3
+    for session in (first, second):
+        coordinator.start(PROMPT, max_tokens=20, session_id=session)
+    assert isinstance(coordinator.failure(first), InternalError)
+    assert coordinator.finish(second)[:3] == wanted
+    assert len(coordinator.tokens(second)) == 20
+    assert engine.free_slots == 3
+
+
+def test_what_fails_while_a_piece_of_a_prompt_runs_leaves_none_unended(
+    engine: OverlappingEngine, verifier: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, ended = Coordinator(verifier), list[bool]()
+    begin, end = engine.begin_prefill, engine.end_prefill
+
+    def broken() -> None:
+        raise RuntimeError("expiry is broken")
+
+    def spoil(sessions: Sequence[Session]) -> RunningPrefill:
+        monkeypatch.setattr(verifier._roster, "expire", broken)
+        ended.append(False)
+        return begin(sessions)
+
+    def note(running: RunningPrefill) -> int:
+        ended[-1] = True
+        return end(running)
+
+    monkeypatch.setattr(engine, "begin_prefill", spoil)
+    monkeypatch.setattr(engine, "end_prefill", note)
+    failure = coordinator.failure(coordinator.start(PROMPT, max_tokens=30))
+    assert isinstance(failure, ServiceUnavailableError)
+    assert ended == [True]
 
 
 def test_early_work_never_overtakes() -> None:

@@ -115,7 +115,7 @@ class GpuBackend:
     ) -> GpuPassRows:
         """Run all rows; the sessions' earlier factors are committed on the way."""
         run, pools = self._run_for(batch.topologies, sampling is not None, tuple(layers)), self.store.in_use
-        inputs, chosen = run.buffers, np.array(slots, np.int32)
+        inputs, chosen = run.buffers, _slots_of(tuple(slots))
         if not inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING):
             self.store.write_states([slot for slot in slots if len(pools.slots[slot].pending) > MOST_PENDING])
             inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING)
@@ -187,6 +187,13 @@ class GpuBackend:
             self._runs.pop(keeping[0]).wait()  # its pinned memory may be on its way to the device
 
 
+@lru_cache(maxsize=_BATCHES)
+def _slots_of(slots: tuple[int, ...]) -> NDArray[np.int32]:
+    found = np.array(slots, np.int32)
+    found.setflags(write=False)
+    return found
+
+
 class GpuPassRows:
     """See `PassRows`: views of a bucket's buffers, until the next pass writes there."""
 
@@ -206,16 +213,15 @@ class GpuPassRows:
 
     def _read(self, sampling: RowSampling) -> Sampled:
         self._run.wait()
-        tokens, failed = self._buffers.results(len(sampling.row_session))
+        tokens, failed = self._buffers.results()
         errors = {
             int(row): check_row(self.logits(int(row))) or "every token has been ruled out"
             for row in (failed.nonzero()[0] if np.count_nonzero(failed) else ())
         }
         logprobs: dict[int, RowLogprobs] = {}
-        wanted = [session.params.top_logprobs for session in sampling.sessions]
-        if any([count is not None for count in wanted]):
+        if any([session.params.top_logprobs is not None for session in sampling.sessions]):
             for row, index in enumerate(sampling.row_session):
-                count = wanted[index]
+                count = sampling.sessions[index].params.top_logprobs
                 if count is not None and tokens[row] >= 0:
                     logprobs[row] = row_logprobs(self.logits(row), int(tokens[row]), count)
         return Sampled(tokens, errors, logprobs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from specla.kernels.gpu.product import product_parts
 from specla.kernels.gpu.sampler_rows import MOST_SCORED, SamplerRows
 from specla.kernels.gpu.serial import SerialWorkspace
 from specla.kernels.gpu.upload import Upload
+from specla.kernels.jit import compiled
 from specla.kernels.sampling import RowSampling
 from specla.verifier_service.gpu.arena import Layout
 from specla.verifier_service.gpu.weights import InputWidths
@@ -24,8 +26,7 @@ from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 MOST_ENTRIES = 1 << 17
 """Length of all sessions' lists of changed logits in one launch: 2.5 MiB here and there."""
-
-
+_NOT_THERE = -(1 << 31)  # neither a token nor an error
 _APART = Upload.room(1)  # words: numbers that are aligned are all alike to a compiler
 
 
@@ -176,6 +177,8 @@ class PassBuffers:
         results = torch.zeros(2, R, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.sampled, self.errors = results
         self._results: NDArray[np.int32] = results.numpy()
+        self._used, self._found = 0, self._results[:, :0]
+        self._row_tokens = self._tokens.words().data
         _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
         self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
 
@@ -195,19 +198,41 @@ class PassBuffers:
 
     def put_tokens(self, tokens: Sequence[int]) -> None:
         """The rows' tokens, first rows first; places beyond them keep what they held."""
-        self._tokens.words()[: len(tokens)] = tokens
-        counts = self._counts.words()
-        for i, part in enumerate(self.parts):
-            counts[_APART * i] = max(0, min(len(tokens) - part.rows.start, len(part.logits)))
+        count = len(tokens)
+        self.upload.words()  # waits
+        self._row_tokens[:count] = array("i", tokens)  # several times as fast as NumPy's own way from a list
+        if count != self._used:
+            self._used, self._found, counts = count, self._results[:, :count], self._counts.words()
+            for i, part in enumerate(self.parts):
+                counts[_APART * i] = max(0, min(count - part.rows.start, len(part.logits)))
 
     def put_sampling(self, sampling: RowSampling) -> Changes:
         """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""
         self.sampler.fill(sampling)
         return self.entries.changes_of(sampling)
 
-    def results(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Tokens and errors of the first rows; whoever calls has waited for the pass.
+    def expect_results(self) -> None:
+        """Marks the results of all rows that have tokens as not there."""
+        self._found.fill(_NOT_THERE)
+
+    def have_results(self) -> bool:
+        """Whether all rows' results are there. Each is one aligned word that the device writes once."""
+        there: bool = _are_there(self._found)
+        return there
+
+    def results(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Tokens and errors of all rows that have tokens; whoever calls has waited for the pass.
 
         The errors are a view, valid until the next pass.
         """
-        return self._results[0, :count].astype(np.int64), self._results[1, :count]
+        return self._found[0].astype(np.int64), self._found[1]
+
+
+@compiled
+def _are_there(results: Any) -> bool:
+    """One look: compiled code that looked again and again could keep what it saw first."""
+    for kind in range(results.shape[0]):
+        for row in range(results.shape[1]):
+            if results[kind, row] == _NOT_THERE:
+                return False
+    return True

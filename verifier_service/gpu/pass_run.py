@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from specla.verifier_service.gpu.forward import run_head, run_rows, sample_rows,
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
+
+_PATIENCE_S = 0.1  # how long tokens are looked for before the device is asked
 
 
 class PassKey(NamedTuple):
@@ -72,35 +75,55 @@ class PassRun:
         self._verify = verify_of(key.choice, self.buffers)
         self._graph = self._captured(pool) if weights.device.type == "cuda" else None
         self._done = torch.cuda.Event() if self._graph is not None else None
+        self._runs = False
 
     def launch(self, changes: Changes | None) -> None:
         """Starts a pass over what the buffers hold; `changes` are made to the logits before rows sample."""
         buffers = self.buffers
+        if self._samples:
+            buffers.expect_results()
         if changes is not None and len(changes.shared) > buffers.entries.capacity:
             self._launch_in_rounds(changes)
         else:
             if changes is not None:
                 buffers.entries.put(changes)
             self.replay()
+        self._runs = True
+        buffers.upload.sent(self.wait)
+        if self._done is not None and not self._samples:
+            self._done.record()
 
     def wait(self) -> None:
-        """Until the last pass that was launched has ended."""
-        if self._done is not None:
+        """Until the last pass that was launched has ended or, if it samples, until all its tokens are here: they are
+        what it does last. An event behind it would come later, and takes the host time to record.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        if not self._runs:
+            return
+        if self._samples:
+            self._wait_for_results()
+        elif self._done is not None:
             self._done.synchronize()
-            self.buffers.upload.arrived()
+        self._runs = False
+        self.buffers.upload.arrived()
 
     def replay(self) -> None:
-        """Starts all launches of a pass over what the buffers hold."""
+        """Starts all launches of a pass over what the buffers hold, for whoever waits by other means than `wait`."""
         if self._graph is None:
             self._launch()
         else:
             self._graph.replay()
-            self._note_end()
 
-    def _note_end(self) -> None:
-        if self._done is not None:
-            self._done.record()
-            self.buffers.upload.sent(self._done)
+    def _wait_for_results(self) -> None:
+        asked_at = time.perf_counter() + _PATIENCE_S
+        while not self.buffers.have_results():
+            if time.perf_counter() < asked_at:
+                continue
+            torch.cuda.current_stream(self.buffers.batch.device).synchronize()  # raises what the device has to say
+            if not self.buffers.have_results():
+                raise RuntimeError("the device ended a pass without giving its tokens")
 
     def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
         self.buffers.entries.clear()
@@ -124,4 +147,3 @@ class PassRun:
                 buffers.entries.put(round_of)
                 adjust_logits(part.logits, buffers.entries, part=part.rows)
             sample(part.logits, buffers.sampler, buffers.sampled, buffers.errors, part=part.rows)
-        self._note_end()

@@ -42,5 +42,5 @@ def test_a_captured_fetch_takes_what_the_host_wrote_last(device):
         graph.replay()
         queued = torch.cuda.Event()
         queued.record()
-        upload.sent(queued)
+        upload.sent(queued.synchronize)
         assert bool((upload.buffer == value).all())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tree_cases import chain, random_tree
 
+from specla.kernels.gpu.factor_pool import PoolTable
 from specla.kernels.gpu.selector import Selector
 from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FeatureWindow
 from specla.verifier_service.gpu import backend as gpu_backend
-from specla.verifier_service.gpu import buffers
+from specla.verifier_service.gpu import buffers, pass_run
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.passes import PassItem
@@ -195,6 +196,42 @@ def test_a_pass_that_is_refused_leaves_its_session_as_it_was(tiny_target: Path) 
     found = [backend.run([slot], pack([Topology.root_only()]), [7], sampling_of(320)).logits(0) for slot in slots]
     assert found[0].tobytes() == found[1].tobytes()
     assert sick.pending == []
+
+
+@torch.inference_mode()
+def test_a_pass_whose_tokens_do_not_come_is_an_error_once_the_device_was_asked(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = backend_of(tiny_target).pass_of([chain(3)]), list[str]()
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            assert device == run.buffers.batch.device
+
+        def synchronize(self) -> None:
+            asked.append("ended")
+
+    class Gone(Device):
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(run, "replay", lambda: None)
+    monkeypatch.setattr(pass_run, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "current_stream", Device)
+    run.buffers.put_tokens([1, 2, 3])
+    run.launch(None)
+    run.buffers.sampled[:], run.buffers.errors[:2] = 7, 0  # an error is still on its way
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="without giving its tokens"):
+            run.wait()
+    assert asked == ["ended"] * 2
+    monkeypatch.setattr(torch.cuda, "current_stream", Gone)
+    with pytest.raises(RuntimeError, match="is gone"):
+        run.buffers.batch.put((chain(3),), np.array([0], np.int32), PoolTable(2, 16, 4), 8)
+    run.buffers.errors[2] = 0
+    run.wait()
+    tokens, errors = run.buffers.results()
+    assert (tokens.tolist(), errors.tolist()) == ([7] * 3, [0] * 3)
 
 
 @torch.inference_mode()
