@@ -8,6 +8,7 @@ from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.backend import Backend
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cpu_backend import CpuBackend
+from specla.verifier_service.devices import is_out_of_memory
 from specla.verifier_service.memory import Memory, MemoryAccount
 from specla.verifier_service.self_check import prove_exact, prove_passes
 from specla.verifier_service.state import StateStore
@@ -48,7 +49,9 @@ def backend_for(config: VerifierConfig, target: Target, slots: int) -> Backend:
         return CpuBackend(target.weights, store)
     try:
         return _gpu_backend(config, target.weights, slots)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise InvalidRequestError(
             "memory_mib",
             f"the GPU has no room for {slots} sessions: something else took its memory meanwhile",

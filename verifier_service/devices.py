@@ -43,6 +43,15 @@ def dtype_of(config: VerifierConfig, tensors: Mapping[str, Tensor]) -> torch.dty
     return _DTYPES[config.dtype]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a GPU had no room left: only PyTorch's own allocator has an exception for that. Graphs, kernels that are
+    loaded and libraries say it in words."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in words for sign in ("out of memory", "alloc_failed"))
+
+
 def _check_cuda() -> None:
     fault, hint = _cuda_fault()
     if fault:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.cost_model import PassTimes, measure
+from specla.verifier_service.devices import is_out_of_memory
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.memory import MIB
 
@@ -43,7 +43,9 @@ def prepare(engine: Engine) -> None:
 
         try:
             engine.prepare(show)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise InvalidRequestError(
                 "memory_mib",
                 f"the GPU has no room for more than {made} of its usual passes",

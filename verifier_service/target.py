@@ -12,7 +12,7 @@ import torch
 from specla.kernels.dense import numerics_tag
 from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.devices import device_of, dtype_of
+from specla.verifier_service.devices import device_of, dtype_of, is_out_of_memory
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
 from specla.verifier_service.targets.weights import Checkpoint, load_checkpoint
@@ -80,13 +80,23 @@ def _on_gpu(config: VerifierConfig, model: GatedDeltaNetConfig, checkpoint: Chec
 
     try:
         return GpuWeights.load(model, checkpoint.tensors, dtype_of(config, checkpoint.tensors), "cuda")
-    except torch.OutOfMemoryError:
-        free, total = (size >> 20 for size in torch.cuda.mem_get_info())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        mib = sum(x.nbytes for x in checkpoint.tensors.values()) >> 20
         raise InvalidRequestError(
             "device",
-            f"the weights do not fit the GPU, which has {free} of {total} MiB free",
+            f"the checkpoint's {mib} MiB do not fit the GPU beside what it holds: {_free_memory()}",
             hint="Free some, take a larger device or a 16-bit dtype, or choose device 'cpu'",
         ) from None
+
+
+def _free_memory() -> str:
+    try:
+        free, total = (size >> 20 for size in torch.cuda.mem_get_info())
+    except RuntimeError:
+        return "not even CUDA itself has room"
+    return f"{free} of {total} MiB are free"
 
 
 def _model_name(folder: Path) -> str:

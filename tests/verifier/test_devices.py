@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 from specla.client import Local
 from specla.rpc.errors import InvalidRequestError
+from specla.verifier_service import backends
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.devices import device_of, dtype_of
+from specla.verifier_service.devices import device_of, dtype_of, is_out_of_memory
 from specla.verifier_service.engine import Engine
-from specla.verifier_service.target import _gpu_numerics_id
+from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.target import Target, _gpu_numerics_id
 from specla.verifier_service.targets.weights import EMBEDDINGS
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -121,3 +124,53 @@ def test_the_command_line_says_so(tiny_target: Path, arguments: list[str]) -> No
     assert done.returncode == 2, done.stderr
     assert "device is 'cuda', but" in done.stderr
     assert "choose device 'cpu'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_a_lack_of_memory_looks_like(error: Exception, wanted: bool) -> None:
+    assert is_out_of_memory(error) == wanted
+
+
+@pytest.mark.parametrize("free", [(100 << 20, 200 << 20), None])
+def test_weights_that_do_not_fit_are_said(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, free: tuple[int, int] | None
+) -> None:
+    def no_room(*args: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    def left() -> tuple[int, int]:
+        return free or no_room()
+
+    monkeypatch.setattr("specla.verifier_service.target.device_of", lambda config: "cuda")
+    monkeypatch.setattr(GpuWeights, "load", no_room)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
+    with pytest.raises(InvalidRequestError, match=r"MiB do not fit the GPU") as caught:
+        Target.load(VerifierConfig(target=tiny_target, device="cuda"))
+    assert ("100 of 200 MiB are free" if free else "not even CUDA itself") in str(caught.value)
+    assert "16-bit dtype" in caught.value.hint
+
+
+def test_sessions_that_find_no_room_after_all_are_said(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(VerifierConfig(target=tiny_target, threads=1))
+    on_gpu = replace(engine.target, weights=object())
+    faults = iter([RuntimeError("Triton Error [CUDA]: out of memory"), RuntimeError("no kernel image")])
+
+    def fail(*args: object) -> None:
+        raise next(faults)
+
+    monkeypatch.setattr(backends, "_gpu_backend", fail)
+    with pytest.raises(InvalidRequestError, match="no room for 3 sessions") as caught:
+        backends.backend_for(engine.config, on_gpu, 3)
+    assert caught.value.field == "memory_mib"
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        backends.backend_for(engine.config, on_gpu, 3)

@@ -22,6 +22,8 @@ from specla.verifier_service.targets.gated_deltanet import TargetWeights
 class Prepares(CpuBackend):
     """A backend with passes to make ready, and room for some of them."""
 
+    fault: Exception = torch.OutOfMemoryError("CUDA out of memory")
+
     def __init__(self, weights: TargetWeights, store: StateStore, room: int) -> None:
         super().__init__(weights, store)
         self.made, self.room = [], room
@@ -37,7 +39,7 @@ class Prepares(CpuBackend):
 
     def prepare(self, topologies: Sequence[Topology]) -> None:
         if len(self.made) == self.room + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.fault
         self.made.append(len(topologies))
 
 
@@ -76,11 +78,23 @@ def test_memory_beyond_what_was_counted_is_said(engine_with: Callable[[int], tup
     assert [(line["event"], line.get("mib")) for line in logs] == [("passes_ready", None), ("memory_beyond_account", 4)]
 
 
-def test_no_room_for_them_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
+@pytest.mark.parametrize(
+    "fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
+def test_no_room_for_them_is_said(engine_with: Callable[[int], tuple[Engine, Prepares]], fault: Exception) -> None:
+    engine, backend = engine_with(2)
+    backend.fault = fault
     with pytest.raises(InvalidRequestError, match="no room for more than 3 of") as caught:
-        pass_times_of(engine_with(2)[0], lambda: 0.0)
+        pass_times_of(engine, lambda: 0.0)
     assert caught.value.field == "memory_mib"
     assert "smaller memory_mib" in caught.value.hint
+
+
+def test_another_fault_is_not_taken_for_a_lack_of_room(engine_with: Callable[[int], tuple[Engine, Prepares]]) -> None:
+    engine, backend = engine_with(0)
+    backend.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        prepare(engine)
 
 
 def test_a_cpu_has_nothing_to_make(tiny_target: Path) -> None:

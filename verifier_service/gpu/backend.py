@@ -219,7 +219,7 @@ class GpuPassRows:
             for row in (failed.nonzero()[0] if np.count_nonzero(failed) else ())
         }
         logprobs: dict[int, RowLogprobs] = {}
-        if any([session.params.top_logprobs is not None for session in sampling.sessions]):
+        if self._buffers.want_logprobs:
             for row, index in enumerate(sampling.row_session):
                 count = sampling.sessions[index].params.top_logprobs
                 if count is not None and tokens[row] >= 0:

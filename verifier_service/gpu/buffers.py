@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.gpu.adjusting import Changes, LogitEntries
+from specla.kernels.gpu.adjusting import NO_CHANGES, Changes, LogitEntries
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch
 from specla.kernels.gpu.product import product_parts
@@ -19,7 +19,7 @@ from specla.kernels.gpu.sampler_rows import MOST_SCORED, SamplerRows
 from specla.kernels.gpu.serial import SerialWorkspace
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.jit import compiled
-from specla.kernels.sampling import RowSampling
+from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.verifier_service.gpu.arena import Layout
 from specla.verifier_service.gpu.weights import InputWidths
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -133,6 +133,7 @@ class PassBuffers:
         entries: which single logits change before; all buckets share them.
         sampled, errors: int32 [R], results, in the host's memory: the last kernel writes them there.
         workspace: of the serial kernels.
+        want_logprobs: whether a session of the last rows that were put asks for log-probabilities.
     """
 
     def __init__(
@@ -178,6 +179,8 @@ class PassBuffers:
         self.sampled, self.errors = results
         self._results: NDArray[np.int32] = results.numpy()
         self._used, self._found = 0, self._results[:, :0]
+        self._sessions: Sequence[SessionSampling] = ()
+        self._adjusts = self.want_logprobs = False
         self._row_tokens = self._tokens.words().data
         _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
         self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
@@ -209,7 +212,11 @@ class PassBuffers:
     def put_sampling(self, sampling: RowSampling) -> Changes:
         """How the rows sample; returns which logits change before (see `LogitEntries.put`)."""
         self.sampler.fill(sampling)
-        return self.entries.changes_of(sampling)
+        if sampling.sessions is not self._sessions:  # a list is not changed in place
+            self._sessions = sampling.sessions
+            self._adjusts = any([session.adjusts for session in sampling.sessions])
+            self.want_logprobs = any([session.params.top_logprobs is not None for session in sampling.sessions])
+        return self.entries.changes_of(sampling) if self._adjusts else NO_CHANGES
 
     def expect_results(self) -> None:
         """Marks the results of all rows that have tokens as not there."""
