@@ -14,6 +14,7 @@ from typing import NamedTuple
 from specla.kernels.topology import Topology
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import fault_of, internal_error
+from specla.verifier_service.attachment import Attachment
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes, Prospect, choose, keep_all
 from specla.verifier_service.drafting import DraftDesk
@@ -23,6 +24,7 @@ from specla.verifier_service.passes import PassItem, PassResult
 from specla.verifier_service.roster import LiveSession, Roster
 
 _NO_DRAFT = Prospect((), (), 0)
+_ROOT = Topology.root_only()
 
 
 class Part(NamedTuple):
@@ -44,7 +46,7 @@ class Part(NamedTuple):
         top_k = attachment.top_k if attachment is not None else 0
         draft = self.draft
         if draft is None or not self.kept:
-            return PassItem(self.live.session, Topology.root_only(), (), top_k)
+            return PassItem(self.live.session, _ROOT, (), top_k)
         if len(self.kept) == len(draft.tokens):
             return PassItem(self.live.session, draft.topology, draft.tokens, top_k)
         place = {node: i for i, node in enumerate(self.kept)}
@@ -169,23 +171,34 @@ class PassRunner:
         sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
         counted_s = self.times.observe(sessions + nodes, sessions, ended - started)
         for part, result in zip(parts, results, strict=True):
-            if not part.live.lives:
+            live = part.live
+            if not live.lives:
                 continue  # it ended while the pass ran
             if result.error is not None:
-                self._roster.fail(part.live, result.error)
+                self._roster.fail(live, result.error)
                 continue
-            self._account(part, result, started, counted_s, sessions, nodes)
-            self._tell(part, result, ended)
+            live.moved_at = ended
+            live.untold.append((result, len(part.kept)))
+            self._news.append(live)
+            if live.attachment is not None:
+                self._account(part, live.attachment, result, started, counted_s, sessions, nodes)
+                self._report(part, result)
+            if result.finish is not None:
+                self._roster.finish(live, result.finish)
         if not_of_pass is not None:
             raise not_of_pass
 
     def _account(
-        self, part: Part, result: PassResult, started: float, counted_s: float, sessions: int, nodes: int
+        self,
+        part: Part,
+        attachment: Attachment,
+        result: PassResult,
+        started: float,
+        counted_s: float,
+        sessions: int,
+        nodes: int,
     ) -> None:
         """Learn from the pass what this session's drafter is worth."""
-        attachment = part.live.attachment
-        if attachment is None:
-            return
         plain_s = self.times.predict(sessions, sessions)
         committed_len = part.live.session.committed_len
         if part.draft is not None:
@@ -211,13 +224,9 @@ class PassRunner:
         if part.draft is None and attachment.owes and in_vain and not attachment.guard.paused:
             attachment.guard.pause(committed_len)  # whom one does not wait for should not be asked
 
-    def _tell(self, part: Part, result: PassResult, now: float) -> None:
-        live = part.live
-        live.moved_at = now
-        live.untold.append((result, len(part.kept)))
-        self._news.append(live)
+    def _report(self, part: Part, result: PassResult) -> None:
         self._drafts.report(
-            live,
+            part.live,
             seq=part.draft.seq if part.draft is not None else None,
             base_len=result.base_len,
             accepted_nodes=[part.kept[node] for node in result.accepted_nodes],
@@ -225,8 +234,6 @@ class PassRunner:
             seconds=result.seconds,
             is_last=result.finish is not None,
         )
-        if result.finish is not None:
-            self._roster.finish(live, result.finish)
 
 
 def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:

@@ -71,7 +71,7 @@ class LiveSession:
     @property
     def may_run(self) -> bool:
         """Whether it is prefilled and has credit for a token."""
-        return self.session.ready and self.session.committed_len < self.credit
+        return self.session.ready and len(self.session.tokens) < self.credit
 
     def put(self, event: verifier_pb2.SessionEvent) -> None:
         """Tell the owner, behind all that it has yet to hear."""
@@ -92,12 +92,16 @@ class Roster:
         engine: frees the slots.
         clock: seconds.
         idle_timeout_s: a session that stands still for so long is ended.
+
+    Attributes:
+        newcomers: sessions that were entered since somebody took them from here.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float], idle_timeout_s: float):
         self._engine = engine
         self._clock = clock
         self._idle_timeout_s = idle_timeout_s
+        self.newcomers: list[LiveSession] = []
         self._live: dict[bytes, LiveSession] = {}
         self._ended: dict[bytes, tuple[verifier_pb2.ClosedReason, float]] = {}
         self._refused: dict[bytes, float] = {}
@@ -134,6 +138,7 @@ class Roster:
     def add(self, live: LiveSession) -> None:
         """Enter a session that has just been opened."""
         self._live[live.session_id] = live
+        self.newcomers.append(live)
         live.owner.session_ids.add(live.session_id)
 
     def refuse(self, session_id: bytes) -> None:

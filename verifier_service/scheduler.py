@@ -310,8 +310,8 @@ class Scheduler:
 
     def _not_ready(self) -> list[LiveSession]:
         """Sessions that are not ready: who had a piece last is last, but for those that have come since."""
-        each = dict.fromkeys([*self._unready, *self._roster])
-        self._unready = [live for live in each if live.lives and not live.session.ready]
+        newcomers, self._roster.newcomers = self._roster.newcomers, []
+        self._unready = [live for live in (*self._unready, *newcomers) if live.lives and not live.session.ready]
         return self._unready
 
     def _sleep_until(self, wake_at: float) -> float:
