@@ -85,6 +85,7 @@ class PassRunner:
         self._unconditional = config.drafting == "unconditional"
         self._clock = clock
         self._news: list[LiveSession] = []
+        self._unlearnt: list[tuple[int, int, float]] = []
 
     def run(self, meanwhile: Callable[[], None]) -> float | None:
         """Run a pass, if one is due.
@@ -109,7 +110,11 @@ class PassRunner:
         return None
 
     def tell_news(self) -> None:
-        """Tell coordinators what the last pass brought; a session of which nothing can be told fails alone."""
+        """Tell coordinators what the last pass brought; a session of which nothing can be told fails alone. And learn
+        from its duration, where no drafter waits for what the next pass makes of that."""
+        unlearnt, self._unlearnt = self._unlearnt, []
+        for rows, count, seconds in unlearnt:
+            self.times.observe(rows, count, seconds)
         news, self._news = self._news, []
         for live in news:
             fault = fault_of(live.tell)
@@ -169,7 +174,8 @@ class PassRunner:
             return
         ended = self._clock()
         sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
-        counted_s = self.times.observe(sessions + nodes, sessions, ended - started)
+        observed = sessions + nodes, sessions, ended - started
+        counted_s: float | None = None
         for part, result in zip(parts, results, strict=True):
             live = part.live
             if not live.lives:
@@ -181,10 +187,13 @@ class PassRunner:
             live.untold.append((result, len(part.kept)))
             self._news.append(live)
             if live.attachment is not None:
+                counted_s = self.times.observe(*observed) if counted_s is None else counted_s
                 self._account(part, live.attachment, result, started, counted_s, sessions, nodes)
                 self._report(part, result)
             if result.finish is not None:
                 self._roster.finish(live, result.finish)
+        if counted_s is None:
+            self._unlearnt.append(observed)
         if not_of_pass is not None:
             raise not_of_pass
 
