@@ -13,10 +13,15 @@ import triton.language as tl
 @triton.jit
 def noise_words(b_seed_low, b_seed_high, b_position, i_quad, IDS: tl.constexpr):
     """uint32 [IDS], the words of ids 4 i_quad[0] and on: i_quad, int32 [IDS / 4], counts up; the rest are scalars."""
-    b_seed = (b_seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | b_seed_low.to(tl.uint32, bitcast=True)
-    b_none = i_quad * 0
-    w0, w1, w2, w3 = tl.philox(b_seed, i_quad, b_none + b_position, b_none, b_none)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (IDS,))
+    c0, c1 = i_quad.to(tl.uint32, bitcast=True), (i_quad * 0 + b_position).to(tl.uint32, bitcast=True)
+    c2, c3 = c0 * 0, c0 * 0
+    k0, k1 = b_seed_low.to(tl.uint32, bitcast=True), b_seed_high.to(tl.uint32, bitcast=True)
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction has both words
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (IDS,))
 
 
 @triton.jit

@@ -4,8 +4,8 @@ Every output is one chain of products over K, in an order that hangs on the shap
 rows only says how many such chains stand side by side. Where a chain would be long and there are few outputs, K is cut
 into parts (`product_parts`) that are stored apart; `add_rms_norm` sums them in order. Nothing is added atomically.
 
-Two forms: product_streamed.py in Gluon, for 16-bit weights of wide shapes on Hopper, and the general one here. Which
-one a shape takes does not depend on the rows, so that their bits never meet.
+Two orders: that of product_streamed.py and product_wide.py, in Gluon, for 16-bit weights of wide shapes on Hopper, and
+that of the general form here. Which one a shape takes does not depend on the rows, so that their bits never meet.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
 from specla.kernels.gpu.overlap import Admit, admit_at_start, overlapping, wait_for_previous
 from specla.kernels.gpu.product_streamed import ProductTile, launch_streamed, on_hopper, streamed_tile, streams
+from specla.kernels.gpu.product_wide import WideTile, launch_wide, wide_tile
 
 _ROWS = 16  # of one program: of every height, so that there is one order
 _BLOCK_N = 32
@@ -96,7 +97,7 @@ def product(
     add: bool = False,
     overlap: bool = False,
     admit: Admit = "waited",
-    tile: ProductTile | None = None,
+    tile: ProductTile | WideTile | None = None,
 ) -> None:
     """out = x weight^T for the rows that count; products of the model's dtype, sums in float32.
 
@@ -125,7 +126,12 @@ def product(
     overlaps = overlapping(overlap, admit)
     streamed = not interpreted and on_hopper(x.device) and streams(outputs, inputs, parts, x.dtype)
     if streamed:
-        tile = tile or streamed_tile(outputs, inputs, parts, count)
+        tile = tile or _tile(outputs, inputs, parts, count, add)
+        if isinstance(tile, WideTile):
+            if add:
+                raise ValueError(f"{tile} does not add to what is there: give a ProductTile")
+            launch_wide(x, weight, out, rows, parts, tile, swiglu=swiglu, overlap=overlaps)
+            return
         launch_streamed(x, weight, out, rows, parts, tile, swiglu=swiglu, add=add, overlap=overlaps)
         return
     if tile is not None and not interpreted:
@@ -135,6 +141,12 @@ def product(
         N=outputs, K=inputs, PARTS=parts, BN=_BLOCK_N, BK=_BLOCK_K, ROWS=_ROWS, SWIGLU=swiglu, ADD=add,
         OVERLAP=overlaps, INTERPRETED=interpreted, num_warps=_WARPS, num_stages=4, launch_pdl=overlaps > 0,
     )  # fmt: skip
+
+
+def _tile(outputs: int, inputs: int, parts: int, rows: int, add: bool) -> ProductTile | WideTile:
+    """How the streamed forms cut a product's work."""
+    tile = streamed_tile(outputs, inputs, parts, rows)
+    return tile if add else wide_tile(outputs, parts, rows, tile) or tile
 
 
 def _checked_parts(x: Tensor, weight: Tensor, out: Tensor, rows: Tensor, swiglu: bool, add: bool) -> int:

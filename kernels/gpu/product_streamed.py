@@ -38,7 +38,7 @@ BLOCK = 64
 """K, and each of its parts, must be a multiple of it."""
 _OUTPUTS = 16  # a multiple of it
 _FEWEST_OUTPUTS = 64
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 _NO_LIMIT = gl.constexpr(1 << 30)
 
 
@@ -75,7 +75,7 @@ def streamed_tile(outputs: int, inputs: int, parts: int, rows: int) -> ProductTi
 
     def rounds(width: int) -> int:
         """How often the multiprocessors take a program each."""
-        return math.ceil(math.ceil(outputs / width) * parts * row_tiles / _MULTIPROCESSORS)
+        return math.ceil(math.ceil(outputs / width) * parts * row_tiles / MULTIPROCESSORS)
 
     # Few rows wait for memory, and are best spread out; many wait for products, of which wide tiles do more at a time.
     wide = height > 64 and outputs >= 128 and 2 * rounds(128) <= rounds(64)
@@ -111,12 +111,12 @@ def result(warps: int, outputs: int, rows: int, gated: bool) -> Any:
 
 
 @gluon.jit
-def _first_output(N: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr):
-    """Where this program's tile begins; the last one is moved back to end with the outputs and stores its own alone."""
+def first_output(tile, N: gl.constexpr, BN: gl.constexpr):
+    """Where a tile begins; the last one is moved back to end with the outputs and stores its own alone."""
     if N % BN == 0:
-        return gl.program_id(1) // PARTS * BN
+        return tile * BN
     else:
-        return gl.minimum(gl.program_id(1) // PARTS * BN, N - BN)
+        return gl.minimum(tile * BN, N - BN)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def _ask_weights(
     N: gl.constexpr, KP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, RT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Has a block of weights on its way to a place, which is full when as much of x is there too."""
-    first, key = _first_output(N, BN, PARTS) // 16, gl.program_id(1) % PARTS * KP + step * BK
+    first, key = first_output(gl.program_id(1) // PARTS, N, BN) // 16, gl.program_id(1) % PARTS * KP + step * BK
     at = at_w.index(slot)._reinterpret(at_w.dtype, [BN // 16, 2, 8, BK], ring(4))
     mbarrier.expect(full.index(slot), (BN + RT) * BK * 2)
     tma.async_copy_global_to_shared(weight, [first, 0, 0, key], full.index(slot), at)
@@ -139,12 +139,12 @@ def _ask_rows(x, at_x, full, step, slot, KP: gl.constexpr, BK: gl.constexpr, RT:
 
 
 @gluon.jit
-def _store(
-    acc, p_out, n, R,
-    N: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr, RT: gl.constexpr, WARPS: gl.constexpr,
+def store_products(
+    acc, p_out, n, first_row, output, own,
+    N: gl.constexpr, TILE: gl.constexpr, BN: gl.constexpr, RT: gl.constexpr, WARPS: gl.constexpr,
     SWIGLU: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Stores what counts of this program's tile."""
+    """Stores what counts of sums that begin at an output, of a tile of TILE whose own ones are those from `own` on."""
     by_output = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, RT]), (0, 2, 1, 3))
     by_output = gl.reshape(by_output, [BN // 2, 2, RT])
     EACH: gl.constexpr = 2 if SWIGLU else 1
@@ -155,12 +155,11 @@ def _store(
     else:
         y = gl.convert_layout(gl.reshape(by_output, [BN, RT]), OUT, assert_trivial=True)
     COUNT: gl.constexpr = N // EACH
-    i_output = _first_output(N, BN, PARTS) // EACH + gl.arange(0, BN // EACH, layout=gl.SliceLayout(1, OUT))
-    row = gl.program_id(0) * RT + gl.arange(0, RT, layout=gl.SliceLayout(0, OUT))
+    i_output = output // EACH + gl.arange(0, BN // EACH, layout=gl.SliceLayout(1, OUT))
+    row = first_row + gl.arange(0, RT, layout=gl.SliceLayout(0, OUT))
     mask = gl.expand_dims(row < n, 0)
-    if N % BN != 0:
-        mask = mask & gl.expand_dims(i_output >= gl.program_id(1) // PARTS * (BN // EACH), 1)
-    p_out += (gl.program_id(1) % PARTS).to(gl.int64) * R * COUNT
+    if N % TILE != 0:
+        mask = mask & gl.expand_dims(i_output >= own // EACH, 1)
     at = p_out + gl.expand_dims(row.to(gl.int64) * COUNT, 0) + gl.expand_dims(i_output, 1)
     if ADD:
         y += gl.load(at, mask=mask, other=0.0)
@@ -224,7 +223,10 @@ def product_streamed_kernel(
             _ask_weights(weight, at_w, full, ahead, ahead % STAGES, N, KP, BN, BK, RT, PARTS)
             _ask_rows(x, at_x, full, ahead, ahead % STAGES, KP, BK, RT, PARTS)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _store(acc, p_out, n, R, N, BN, PARTS, RT, WARPS, SWIGLU, ADD)
+    p_out += (gl.program_id(1) % PARTS).to(gl.int64) * R * N
+    tile = gl.program_id(1) // PARTS
+    first = first_output(tile, N, BN)
+    store_products(acc, p_out, n, first_row, first, tile * BN, N, BN, BN, RT, WARPS, SWIGLU, ADD)
 
 
 def launch_streamed(

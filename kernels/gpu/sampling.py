@@ -44,16 +44,20 @@ def _processed(p_row, i_id, b_divisor, b_inverse, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
-    """The largest of a block, or NaN if there is one among it."""
-    return tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), tl.max(x, 0))
+def _better(score, i_id, largest, other_score, other_id, other_largest):
+    """The higher score and its id, the lower id of equals; and the larger logit, or NaN if one is."""
+    other = (other_score > score) | ((other_score == score) & (other_id < i_id))
+    both = tl.maximum(largest, other_largest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(other, other_score, score), tl.where(other, other_id, i_id), both
 
 
 @triton.jit
-def _winner(best, best_id):
-    """The highest score and the lowest id that has it."""
-    top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, best_id, _NO_ID), 0)
+def _winner(best, best_id, largest, INTERPRETED: tl.constexpr):
+    """The highest score, the lowest id that has it, and the largest logit, or NaN if there is one."""
+    if not INTERPRETED:  # where reducing several at once is slow
+        return tl.reduce((best, best_id, largest), 0, _better)
+    top, wrong = tl.max(best, 0), tl.max((largest != largest).to(tl.int32), 0) > 0
+    return top, tl.min(tl.where(best == top, best_id, _NO_ID), 0), tl.where(wrong, float("nan"), tl.max(largest, 0))
 
 
 @triton.jit
@@ -81,12 +85,19 @@ def _scored(
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, i_id, best_id)
-    top, i_top = _winner(best, best_id)
-    return top, i_top, _largest(largest)
+    return _winner(best, best_id, largest, INTERPRETED)
 
 
 @triton.jit
-def _above(p_row, b_x, b_kept, b_largest, b_divisor, b_inverse, VOCAB: tl.constexpr, SWEEP: tl.constexpr):
+def _sum(count, above, total, other_count, other_above, other_total):
+    return count + other_count, above + other_above, total + other_total
+
+
+@triton.jit
+def _above(
+    p_row, b_x, b_kept, b_largest, b_divisor, b_inverse,
+    VOCAB: tl.constexpr, SWEEP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """How many logits are above `b_x`, their weight exp(x - largest), and the weight of all from `b_kept` on."""
     count = tl.zeros([SWEEP], tl.int32)
     above = tl.zeros([SWEEP], tl.float32)
@@ -97,11 +108,16 @@ def _above(p_row, b_x, b_kept, b_largest, b_divisor, b_inverse, VOCAB: tl.conste
         count += (x > b_x).to(tl.int32)
         above += tl.where(x > b_x, weight, 0.0)
         total += tl.where(x >= b_kept, weight, 0.0)
-    return tl.sum(count, 0), tl.sum(above, 0), tl.sum(total, 0)
+    if INTERPRETED:
+        return tl.sum(count, 0), tl.sum(above, 0), tl.sum(total, 0)
+    return tl.reduce((count, above, total), 0, _sum)
 
 
 @triton.jit
-def _best_above(p_row, p_scores, b_x, b_low, b_divisor, b_inverse, VOCAB: tl.constexpr, SWEEP: tl.constexpr):
+def _best_above(
+    p_row, p_scores, b_x, b_low, b_divisor, b_inverse,
+    VOCAB: tl.constexpr, SWEEP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """The id of the best kept score among logits above `b_x` and from `b_low` on."""
     best = tl.full([SWEEP], _NEGATIVE_INFINITY, tl.float32)
     best_id = tl.zeros([SWEEP], tl.int32)
@@ -112,7 +128,7 @@ def _best_above(p_row, p_scores, b_x, b_low, b_divisor, b_inverse, VOCAB: tl.con
         better = (x > b_x) & (x >= b_low) & (score > best)
         best = tl.where(better, score, best)
         best_id = tl.where(better, i_id, best_id)
-    _, i_top = _winner(best, best_id)
+    _, i_top, _ = _winner(best, best_id, best, INTERPRETED)
     return i_top
 
 
@@ -155,7 +171,7 @@ def _kth_largest(p_row, b_k, b_largest, b_divisor, b_inverse, VOCAB: tl.constexp
 @triton.jit
 def _truncated(
     p_row, p_scores, i_token, b_k, b_top_p, b_log_min_p, b_largest, b_divisor, b_inverse,
-    VOCAB: tl.constexpr, SWEEP: tl.constexpr,
+    VOCAB: tl.constexpr, SWEEP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The best of the ids that top-k, then top-p over those, and min-p keep; `i_token` is the best of all."""
     b_kept = tl.zeros([], tl.float32) + _NEGATIVE_INFINITY  # from here on top-k keeps, where top-p must know it
@@ -167,12 +183,16 @@ def _truncated(
         b_x = _processed(p_row, i_token, b_divisor, b_inverse, VOCAB)
         kept = b_x >= b_low
         if kept & ((b_k > 0) | (b_top_p < 1.0)):
-            count, above, total = _above(p_row, b_x, b_kept, b_largest, b_divisor, b_inverse, VOCAB, SWEEP)
+            count, above, total = _above(
+                p_row, b_x, b_kept, b_largest, b_divisor, b_inverse, VOCAB, SWEEP, INTERPRETED
+            )  # fmt: skip
             by_count = (b_k <= 0) | (count < b_k)
             by_weight = (b_top_p >= 1.0) | (above < b_top_p * total)
             kept = (count == 0) | (by_count & by_weight)
         if not kept:
-            i_token = _best_above(p_row, p_scores, b_x, b_low, b_divisor, b_inverse, VOCAB, SWEEP)
+            i_token = _best_above(
+                p_row, p_scores, b_x, b_low, b_divisor, b_inverse, VOCAB, SWEEP, INTERPRETED
+            )  # fmt: skip
         searching = not kept
     return i_token
 
@@ -222,15 +242,15 @@ def _sample(
             parts = tl.load(p_part_best + o_part, mask=real, other=_NEGATIVE_INFINITY, cache_modifier=".cg")
             ids = tl.load(p_part_id + o_part, mask=real, other=_NO_ID, cache_modifier=".cg")
             sizes = tl.load(p_part_largest + o_part, mask=real, other=_NEGATIVE_INFINITY, cache_modifier=".cg")
-            top, i_token = _winner(parts, ids)
-            largest = _largest(sizes)
+            top, i_token, largest = _winner(parts, ids, sizes, INTERPRETED)
         b_error = tl.where(largest == _INFINITY, 2, tl.where(largest == _NEGATIVE_INFINITY, 3, 0))
         b_error = tl.where(largest != largest, 1, b_error)
         if b_error != 0:
             i_token = -1
         elif truncates:
             i_token = _truncated(
-                p_row, p_scores, i_token, b_k, b_top_p, b_log_min_p, largest, b_divisor, b_inverse, VOCAB, SWEEP
+                p_row, p_scores, i_token, b_k, b_top_p, b_log_min_p, largest, b_divisor, b_inverse, VOCAB, SWEEP,
+                INTERPRETED,
             )  # fmt: skip
         tl.store(p_tokens + i_row, i_token)
         tl.store(p_errors + i_row, b_error)

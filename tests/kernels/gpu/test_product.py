@@ -8,6 +8,7 @@ import torch
 from specla.kernels.gpu.norms import add_rms_norm
 from specla.kernels.gpu.product import product, product_parts
 from specla.kernels.gpu.product_streamed import ProductTile, on_hopper, streamed_tile, streams
+from specla.kernels.gpu.product_wide import WideTile, wide_tile
 
 POISON = 7777.0
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 127, 128, 129, 255, 256, 257, 384, 511, 512)
@@ -145,6 +146,17 @@ def test_which_form_and_tile_a_shape_takes():
     assert not streams(2056, 2048, 1, torch.bfloat16)
 
 
+def test_many_rows_take_wide_tiles_where_these_share_out_more_evenly():
+    def of(shape, rows):
+        parts = product_parts(*shape)
+        return wide_tile(shape[0], parts, rows, streamed_tile(*shape, parts, rows))
+
+    gate_up = (11264, 2048)
+    assert [of(gate_up, rows) for rows in (1, 64, 128, 129, 256, 512)] == [None] * 3 + [WideTile(192, 5)] * 3
+    assert all(of(shape, 256) is None for shape in MODEL_SHAPES if shape != gate_up)
+    assert of((96, 2048), 512) is None
+
+
 def test_other_devices_take_the_general_form():
     assert not on_hopper(torch.device("cpu"))
 
@@ -213,6 +225,9 @@ def test_odd_shapes(device, shape, dtype):
         ProductTile(128, 64, 6, 128, 8),
         ProductTile(64, 64, 4, 256, 4),
         ProductTile(128, 64, 4, 256, 8),
+        WideTile(192, 5),
+        WideTile(192, 2),
+        WideTile(128, 6),
     ],
 )
 @pytest.mark.parametrize("shape", [(8224, 2048), (2048, 5120)])
