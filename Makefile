@@ -58,7 +58,7 @@ test: $(DEV) ## all tests that need no GPU
 # With PYTEST given, tests run in the environment at hand, where SpecLA need not be installed: the folders are found
 # under their import names through build/types. What takes times comes last then, by one process.
 test-gpu: $(if $(PYTEST),,$(DEV)) ## tests on a CUDA device; PYTEST="pytest -n 8" takes what is installed
-	$(if $(PYTEST),$(AS_INSTALLED) $(PYTEST),$(BIN)/pytest) -m gpu
+	$(if $(PYTEST),$(AS_INSTALLED) $(PYTEST),$(BIN)/pytest) -m "gpu or any_device"
 	$(if $(filter -n%,$(PYTEST)),$(AS_INSTALLED) $(PYTEST) -n 0 -m gpu tests/kernels/gpu/test_selector.py)
 
 # memcheck sees addresses outside of what was allocated, racecheck races over shared memory. Races over global memory (the

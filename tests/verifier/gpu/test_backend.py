@@ -31,6 +31,8 @@ from specla.verifier_service.session import Session
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.weights import load_checkpoint
 
+pytestmark = pytest.mark.any_device
+
 PROMPT = [5, 9, 250, 17]
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(seed=7, temperature=0.9, top_p=0.95, repetition_penalty=1.2, top_logprobs=2)

@@ -30,6 +30,8 @@ from specla.verifier_service.targets.torch_pass import torch_tree_pass
 from specla.verifier_service.targets.weights import load_checkpoint
 
 SLOTS, MOST_PENDING = 3, 16
+pytestmark = pytest.mark.any_device
+
 WIDE = GatedDeltaNetConfig(
     vocab_size=640,
     hidden_size=512,

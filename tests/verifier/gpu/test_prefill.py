@@ -28,6 +28,8 @@ from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import prepare
 from specla.verifier_service.targets.weights import load_checkpoint
 
+pytestmark = pytest.mark.any_device
+
 CHUNK = 96
 TOLERANCE = 2e-3
 LAYERS = (1, 0, FINAL_NORM)

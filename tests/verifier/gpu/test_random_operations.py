@@ -30,6 +30,8 @@ from specla.verifier_service.session import Session
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.weights import load_checkpoint
 
+pytestmark = pytest.mark.any_device
+
 VOCAB, SLOTS, MAX_ROWS, CHUNK, MOST_ENTRIES = 257, 2, 12, 32, 48
 
 
