@@ -110,6 +110,11 @@ class Topology:
         return tuple(tuple(rows) for rows in children)
 
     @cached_property
+    def leaves(self) -> int:
+        """How many rows have no children."""
+        return sum(not rows for rows in self.children)
+
+    @cached_property
     def chains(self) -> tuple[npt.NDArray[np.int32], ...]:
         """Heavy-light chains, each a list of rows from its head down, ordered by head: chain 0 starts at the root.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -17,7 +18,8 @@ from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.selector import Choice, Mode
-from specla.kernels.gpu.serial import serial_tile
+from specla.kernels.gpu.serial import serial_tile, splits
+from specla.kernels.gpu.serial_split import fit_at_once
 from specla.kernels.gpu.streamed import MOST_ROWS, StreamedTile
 from specla.kernels.topology import Topology
 
@@ -46,13 +48,11 @@ def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows
         topologies: that the sessions may have; the one with most leaves counts.
         rows: of the bucket that runs them; the least that holds them if unset.
     """
-    leaves = max(sum(not children for children in topology.children) for topology in topologies)
+    leaves = max(topology.leaves for topology in topologies)
     rows = rows or bucket_rows(max(map(len, topologies)))
-    tile = serial_tile(shape.key_width, shape.value_width)
-    warps = sessions * shape.value_heads * -(-shape.value_width // tile.block_v) * tile.warps
-    groups = [n for n in _groups(rows) if n <= leaves and warps * n <= _RESIDENT]
     bucket = Bucket(sessions=sessions, rows=sessions * rows, tree_rows=rows, pending=RING)
     widths = shape.key_width, shape.value_width
+    groups = [n for n in _groups(rows) if n <= leaves and _fit_at_once(shape, replace(bucket, groups=n))]
     tiles: list[AnyTile] = [t for t in _tiles(sessions, rows) if not why_unfit(t, bucket, *widths, torch.bfloat16)]
     if not tiles:
         n = 16 if rows <= 16 else 32
@@ -64,10 +64,19 @@ def candidates(shape: Shape, sessions: int, topologies: Sequence[Topology], rows
     ]
 
 
+def _fit_at_once(shape: Shape, bucket: Bucket) -> bool:
+    """Whether the GPU holds all programs of a serial launch at once; others would only wait."""
+    if splits(shape.key_width, shape.value_width):
+        return fit_at_once(bucket, shape.value_heads, shape.key_width, shape.value_width)
+    tile = serial_tile(shape.key_width, shape.value_width)
+    programs = bucket.sessions * bucket.groups * shape.value_heads * -(-shape.value_width // tile.block_v)
+    return programs * tile.warps <= _RESIDENT
+
+
 def _groups(rows: int) -> tuple[int, ...]:
     if rows <= 32:
         return (2, 4) if rows <= 16 else (2, 3, 4)
-    return (3, 4, 6, 8)
+    return (3, 4, 5, 6)
 
 
 def _tiles(sessions: int, rows: int) -> list[AnyTile]:

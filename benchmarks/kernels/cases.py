@@ -16,13 +16,15 @@ DEEP, WIDE_TREE = "tree (2, 12, 16)", "tree (4, 4, 32)"
 
 _SIZES = (
     *((2, 12, 16), (4, 4, 32)),
-    *((8, 2, 12), (2, 12, 24), (8, 3, 48), (4, 10, 40), (8, 4, 100), (4, 12, 100)),  # for the selector's table alone
+    # for the selector's table alone
+    *((8, 2, 12), (4, 3, 10), (4, 5, 15), (2, 12, 24), (8, 3, 28), (2, 8, 22)),
+    *((8, 3, 48), (4, 10, 40), (3, 8, 44), (8, 5, 56), (8, 4, 100), (4, 12, 100), (3, 8, 80)),
 )
 
 TREES: dict[str, Callable[[], Topology]] = {
     **{f"chain of {n}": partial(chain, n) for n in (1, 4, 8, 16, 24, 40, 80)},
     **{f"tree {sizes}": partial(tree, *sizes) for sizes in _SIZES},
-    **{f"EAGLE-like tree of {n}": partial(eagle_like, n) for n in (16, 32, 64, 128, 129)},
+    **{f"EAGLE-like tree of {n}": partial(eagle_like, n) for n in (8, 16, 20, 32, 40, 64, 96, 128, 129)},
 }
 """Trees are named (branching, depth, rows); all sizes are rows, root included."""
 
@@ -163,11 +165,21 @@ def goals_plan() -> Plan:
 
 TUNING_TREES = {
     1: ("chain of 1",),
-    16: (_eagle(16), "chain of 4", "chain of 16", DEEP, "tree (8, 2, 12)"),
-    32: (_eagle(32), "chain of 24", WIDE_TREE, "tree (2, 12, 24)"),
-    64: (_eagle(64), "chain of 40", "tree (8, 3, 48)", "tree (4, 10, 40)"),
-    128: (_eagle(128), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)"),
-    129: (_eagle(129), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)"),
+    16: (
+        *(_eagle(16), "chain of 4", "chain of 8", "chain of 16", DEEP, "tree (8, 2, 12)", "tree (4, 3, 10)"),
+        *("tree (4, 5, 15)", _eagle(8)),
+    ),
+    32: (_eagle(32), "chain of 24", WIDE_TREE, "tree (2, 12, 24)", "tree (8, 3, 28)", "tree (2, 8, 22)", _eagle(20)),
+    64: (
+        _eagle(64),
+        "chain of 40",
+        "tree (8, 3, 48)",
+        "tree (4, 10, 40)",
+        "tree (3, 8, 44)",
+        "tree (8, 5, 56)",
+        _eagle(40),
+    ),
+    129: (_eagle(129), "chain of 80", "tree (8, 4, 100)", "tree (4, 12, 100)", "tree (3, 8, 80)", _eagle(96)),
 }
 """Trees by the bucket that runs them: chains, deep and wide ones and EAGLE-like, of different rows. With too few kinds
 the costs of steps, groups and blocks could not be told apart."""
@@ -176,14 +188,12 @@ the costs of steps, groups and blocks could not be told apart."""
 def tuning_plan(only: Collection[int] = ()) -> Plan:
     """What a selector's table is made from: every shape and number of sessions, trees of every bucket.
 
-    Buckets that another one nearly equals come last: a run that is cut short does best without them. `only` names
-    buckets by their rows, and leaves the others out.
+    A bucket of 128 rows takes what one of 129 does. `only` names buckets by their rows, and leaves the others out.
     """
     places = [
-        Place(shape=shape, sessions=sessions, rows=rows, trees=TUNING_TREES[rows])
-        for some in ((1, 16, 32, 64, 129), (128,))
+        Place(shape=shape, sessions=sessions, rows=rows, trees=trees)
         for shape in (PAPER, WIDE, NARROW)
-        for rows in some
+        for rows, trees in TUNING_TREES.items()
         for sessions in (1, 16, 4, 64)
         if not only or rows in only
     ]

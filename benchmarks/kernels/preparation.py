@@ -30,6 +30,7 @@ from specla.benchmarks.kernels.checks import (
 from specla.benchmarks.kernels.contenders import MEMORY_LIMIT, Snapshots, StandAlone
 from specla.benchmarks.kernels.correctness import Errors
 from specla.benchmarks.kernels.drift import Point, drift
+from specla.benchmarks.kernels.place import warm
 from specla.benchmarks.kernels.shapes import PAPER
 from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
 
@@ -150,6 +151,8 @@ def tasks(plan: Plan, kernels: Sequence[Kernel]) -> dict[str, Task]:
         found[f"drift, {mode}"] = partial(_drifted, mode, plan.drift_steps, device)
     for kernel in sorted(kernels, key=lambda k: (-k.rows, k.choice.is_exact)):
         found[str(kernel)] = partial(check_kernel, kernel, device)
+        if kernel.choice.groups > 1:  # what is checked for several sessions has another form for one
+            found[f"{kernel}, of one session"] = partial(warm, kernel.shape, kernel.rows, kernel.choice, device)
     for name in plan.samplers:
         found[f"sampler, {name}"] = partial(sampler.warm, name, device)
     if plan.others:

@@ -15,10 +15,12 @@ from specla.benchmarks.kernels.preparation import MODES, Preparation, choices_at
 from specla.benchmarks.kernels.run import METHOD, Clock, Say, note_checks
 from specla.benchmarks.kernels.summary import OVER_BEST, Run
 from specla.benchmarks.report import Report, Row
-from specla.kernels.gpu.selector import Choice, LayerShape, Measured, Selector, alike
+from specla.kernels.gpu.selector import Choice, LayerShape, Measured, Selector, alike, features
 from specla.kernels.gpu.tuning import fit
+from specla.kernels.topology import Topology
 
 ROUNDS = 5
+_FEWEST_KINDS = 3  # of trees, to tell three costs apart
 
 Times = dict[str, dict[Choice, float]]
 """Microseconds of a layer by tree and choice."""
@@ -97,10 +99,19 @@ def _times(place: Place, left_out: set[Kernel], where: str) -> Times:
 
 
 def fitted(place: Place, times: Times) -> Measured:
-    """The selector's place: each choice fitted over all trees."""
+    """The selector's place: each choice fitted over the trees that it may be chosen for, if they are enough.
+
+    Fewer leaves than groups leave programs without a row, which takes as long as something else.
+    """
     trees = place.topologies
+
+    def samples(choice: Choice) -> list[tuple[Topology, float]]:
+        every = [(trees[name], us[choice]) for name, us in times.items()]
+        fair = [(tree, us) for tree, us in every if tree.leaves >= choice.groups]
+        return fair if len({features(choice, tree) for tree, _ in fair}) >= _FEWEST_KINDS else every
+
     choices = next(iter(times.values()))
-    costs = [fit(choice, [(trees[name], us[choice]) for name, us in times.items()]) for choice in choices]
+    costs = [fit(choice, samples(choice)) for choice in choices]
     return Measured(layer_of(place), place.sessions, place.rows, tuple(costs))
 
 

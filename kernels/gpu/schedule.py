@@ -43,8 +43,9 @@ def kept_places(rows: int) -> int:
     return places
 
 
-_FETCH_STEPS = 2
-"""What fetching a kept state costs, in steps (measured: see docs/decisions.md)."""
+_ROW, _LEAF, _FETCH = 5, 4, 2
+"""What a program's steps cost: a row that forms a state, a leaf, and what is added where a kept state is fetched (see
+docs/decisions.md)."""
 
 _NONE = -1
 
@@ -87,10 +88,14 @@ def makespan(topology: Topology, groups: int) -> int:
     return int(schedule(topology, groups).lengths.max())
 
 
-def steps_beside(topology: Topology, groups: int) -> int:
-    """The steps of all groups but the longest."""
-    lengths = schedule(topology, groups).lengths
-    return int(lengths.sum() - lengths.max())
+@lru_cache(maxsize=4096)
+def costs(topology: Topology, groups: int) -> tuple[float, ...]:
+    """What each group costs, in rows that form a state."""
+    found = []
+    for steps in schedule(topology, groups).by_group():
+        leaves, fetches = (steps >> LEAF_BIT) & 1, (steps >> FETCH_SHIFT) & PLACE_MASK
+        found.append((np.where(leaves, _LEAF, _ROW).sum() + _FETCH * np.count_nonzero(fetches)) / _ROW)
+    return tuple(map(float, found))
 
 
 @compiled
@@ -165,12 +170,12 @@ def _leaves(parents: Any, depth: Any, order: Any, branches_on: Any) -> Any:
 @compiled
 def _dealt(depth: Any, leaves: Any, added: Any, groups: int) -> Any:
     """The first leaf of each run, then the number of leaves: at most `groups` runs, the dearest as cheap as can be."""
-    low, high = depth.max() + 1, len(depth) + _FETCH_STEPS * len(leaves)
+    low, high = _LEAF, (_ROW + _FETCH) * (len(depth) + len(leaves))
     best = np.array([0, len(leaves)], np.int32)
     while low <= high:
         limit = (low + high) // 2
-        runs = _runs(depth, leaves, added, limit)
-        if len(runs) - 1 <= groups:
+        runs, dearest = _runs(depth, leaves, added, limit)
+        if len(runs) - 1 <= groups and dearest <= limit:
             best, high = runs, limit - 1
         else:
             low = limit + 1
@@ -179,18 +184,20 @@ def _dealt(depth: Any, leaves: Any, added: Any, groups: int) -> Any:
 
 @compiled
 def _runs(depth: Any, leaves: Any, added: Any, limit: int) -> Any:
-    """Runs of leaves, each as long as its cost stays within `limit` (a single leaf may cost more)."""
-    first, count, cost = np.empty(len(leaves) + 1, np.int32), 0, 0
+    """Runs of leaves, each as long as its cost stays within `limit` (a single leaf may cost more), and the largest."""
+    first, count, cost, dearest = np.empty(len(leaves) + 1, np.int32), 0, 0, 0
     for at in range(len(leaves)):
-        more = added[at] + (_FETCH_STEPS if added[at] > 1 else 0)
+        above = added[at] - 1  # rows that no leaf before has above it
+        more = above * _ROW + (_FETCH if above > 0 else 0) + _LEAF
         if count and cost + more <= limit:
             cost += more
         else:
             first[count] = at
             count += 1
-            cost = depth[leaves[at]] + 1
+            cost = depth[leaves[at]] * _ROW + _LEAF
+        dearest = max(dearest, cost)
     first[count] = len(leaves)
-    return first[: count + 1]
+    return first[: count + 1], dearest
 
 
 @compiled

@@ -1,7 +1,7 @@
 """Which verification kernel runs a pass: chosen by times measured for a device, a shape, a batch and its trees.
 
 A table holds, for each choice that was measured, what a launch costs at rest and what a tree's shape adds: a serial
-kernel pays by the steps of its longest group and by those of all others, the factorised one by the rounds of
+kernel pays by the steps of its dearest group and by those of all others, the factorised one by the rounds of
 substitution and by pairs of blocks. `specla bench kernels --tune` measures and fits one (see tuning.py); those of
 known devices ship with the package.
 """
@@ -23,7 +23,7 @@ import torch
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
-from specla.kernels.gpu.schedule import makespan, steps_beside
+from specla.kernels.gpu.schedule import costs
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
@@ -90,15 +90,16 @@ class Measured:
 
 
 @lru_cache(maxsize=4096)
-def features(choice: Choice, topology: Topology) -> tuple[int, int]:
+def features(choice: Choice, topology: Topology) -> tuple[float, float]:
     """What a choice's time depends on in a tree: steps one after the other, and other work.
 
-    Of a serial kernel the steps of the longest group and those of all other groups, which share the GPU with it; of a
-    factorised one the rounds of substitution of all blocks, and pairs of blocks, where a block with itself, S and its
-    system counts as two.
+    Of a serial kernel the cost of the dearest group (see schedule.py) and that of all others, which share the GPU with
+    it; of a factorised one the rounds of substitution of all blocks, and pairs of blocks, where a block with itself, S
+    and its system counts as two.
     """
     if choice.kernel == "serial":
-        return makespan(topology, choice.groups), steps_beside(topology, choice.groups)
+        of_groups = costs(topology, choice.groups)
+        return max(of_groups), sum(of_groups) - max(of_groups)
     tile = choice.tile or factorised_tile(len(topology))
     block = tile.block_n if isinstance(tile, FactorisedTile) else 16
     first = np.arange(0, len(topology), block)
@@ -182,7 +183,7 @@ class Selector:
         def fits(tile: AnyTile | None) -> bool:
             return tile is None or not why_unfit(tile, bucket, shape.key_width, shape.value_width, dtype)
 
-        leaves = max(sum(not children for children in t.children) for t in topologies)
+        leaves = max(t.leaves for t in topologies)
         allowed = [c for c in place.costs if (mode == "fast" or c.choice.is_exact) and fits(c.choice.tile)]
         # More groups than leaves leave programs idle; the least number of groups always remains.
         fewest = min(c.choice.groups for c in allowed if c.choice.is_exact)

@@ -112,7 +112,7 @@ class SerialWorkspace:
             return (programs, max(0, places - form.near), key_width, form.columns), arrived
         if not splits(key_width, value_width):
             return (*lead, tiles, places, tile.block_k, tile.block_v), arrived
-        columns = columns_of(bucket, value_heads, value_width)
+        columns = columns_of(bucket, value_heads, key_width, value_width)
         tiles = value_width // columns
         return (*lead, tiles, max(0, places - NEAR), key_width, columns), (2, bucket.sessions, value_heads, tiles)
 
@@ -364,7 +364,7 @@ def verify_serial(
         *(batch.schedule_len, batch.schedule),
     )
     if splits(key_width, value_width):
-        launch_split(tensors, sizes, bucket, places, columns_of(bucket, value_heads, value_width), overlaps)
+        launch_split(tensors, sizes, bucket, places, columns_of(bucket, value_heads, key_width, value_width), overlaps)
         return
     verify_serial_kernel[(tiles, value_heads, bucket.sessions * bucket.groups)](
         *tensors,

@@ -28,8 +28,18 @@ from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.serial_layouts import PARTS, by_quad, known_to_all, one_key, swizzled
 from specla.kernels.gpu.serial_layouts import tile as tile_layout
-from specla.kernels.gpu.serial_split import COLUMNS, PROGRAMS, READY
-from specla.kernels.gpu.serial_walk import load_key, numbers, only_operands, only_row, quad_places, quads, walk
+from specla.kernels.gpu.serial_split import COLUMNS, PROGRAMS
+from specla.kernels.gpu.serial_walk import (
+    ask_eight,
+    eight_rows,
+    load_key,
+    numbers,
+    only_operands,
+    only_row,
+    quad_places,
+    quads,
+    walk,
+)
 from specla.kernels.gpu.tile_commit import outer_step
 
 _MULTIPROCESSORS = 132  # of an H100 or H200, as in serial_split.py
@@ -43,8 +53,6 @@ class BatchForm(NamedTuple):
     """Tiles of S that have room in shared memory, those on their way among them."""
     near: int
     """Places for kept states in shared memory."""
-    ready: int
-    """Rows made ready at a time, see serial_walk.py."""
     asked: int
     """Pending factors that come with the tile; others are read when they are applied."""
     programs: int
@@ -167,7 +175,6 @@ def verify_batch_kernel(
     C: gl.constexpr,
     STAGES: gl.constexpr,
     NEAR: gl.constexpr,
-    READY: gl.constexpr,
     ASKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -245,6 +252,11 @@ def verify_batch_kernel(
             b_words = gl.load(p_steps + each, mask=each < n_steps, other=0)
             word = gl.load(p_steps)
             next_word = gl.load(p_steps + 1)
+            inputs = (p_q + o_key, p_k + o_key, p_v + o_value, p_g + o_head, p_beta + o_head)
+            rows = eight_rows(p_steps, p_pool_row + start, 0, gl.where(alive, n_steps, 0), K, C)
+            eight = ask_eight(*rows, *inputs, H, HV, K, V, C)
+            rows = eight_rows(p_steps, p_pool_row + start, 8, gl.where(alive, n_steps, 0), K, C)
+            eight_more = ask_eight(*rows, *inputs, H, HV, K, V, C)
         if STAGES > 1:
             at = (stage + STAGES - 1) % STAGES
             _ask(
@@ -285,9 +297,10 @@ def verify_batch_kernel(
             else:
                 all_words.store(b_words)
                 walk(
-                    *(s, at_words, word, next_word, n_steps, p_q + o_key, p_k + o_key, p_v + o_value, p_g + o_head),
-                    *(p_beta + o_head, p_pool_row + start, p_o + o_value, p_own_u, p_steps, p_far),
-                    *(READY, PLACES, NEAR, H, HV, K, V, C),
+                    *(s, at_words, word, next_word, n_steps),
+                    *inputs,
+                    *(p_pool_row + start, p_o + o_value, p_own_u, p_steps, p_far, eight, eight_more),
+                    *(p_state, p_slot, 0, 0, False, PLACES, NEAR, H, HV, K, V, C),
                 )
 
 
@@ -297,8 +310,8 @@ def batch_form(bucket: Bucket, value_heads: int, value_width: int) -> BatchForm 
         return None
     columns = 32 if value_width % 32 == 0 else 16
     if bucket.tree_rows == 1:
-        return BatchForm(columns, 2, 0, READY, 4, 3, 168)
-    return BatchForm(columns, 1, 1, READY, 8, 3, 168)
+        return BatchForm(columns, 2, 0, 4, 3, 168)
+    return BatchForm(columns, 1, 1, 8, 3, 168)
 
 
 def programs_of(bucket: Bucket, value_heads: int, value_width: int, form: BatchForm) -> int:
@@ -333,7 +346,6 @@ def launch_batch(
         C=form.columns,
         STAGES=form.stages,
         NEAR=form.near,
-        READY=form.ready,
         ASKED=form.asked,
         OVERLAP=overlap,
         num_warps=PARTS,

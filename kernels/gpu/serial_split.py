@@ -21,7 +21,7 @@ from specla.kernels.gpu.overlap import ADMITS_AT_START, ADMITS_ONCE_WAITED
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.serial_layouts import PARTS, swizzled
 from specla.kernels.gpu.serial_layouts import tile as tile_layout
-from specla.kernels.gpu.serial_walk import ROW_MASK, only_operands, only_row, quads, walk
+from specla.kernels.gpu.serial_walk import ROW_MASK, ask_eight, eight_rows, only_operands, only_row, quads, walk
 from specla.kernels.gpu.tile_commit import committed
 
 COLUMNS = 16
@@ -34,11 +34,29 @@ NEAR = 2
 PROGRAMS = 4 * 132
 """Of 16 columns that an H100 or H200 holds at once; others hold fewer or more, which costs time and nothing else."""
 
-READY = 16
-"""Rows of a tree that are made ready ahead."""
-
 _NEAR = gl.constexpr(NEAR)
-_REGISTERS = {16: 128, 32: 168}  # four programs a multiprocessor, or three
+_REGISTERS = {16: 128, 32: 168}
+_RESIDENT = {16: 4, 32: 3}  # programs on a multiprocessor, by their registers
+
+
+@gluon.jit
+def _arrive(p_count, like):
+    """Counts this program, by its first thread, which alone is told how many came before; `like` has an entry each."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        mov.u32 $0, $2;
+        @first atom.add.release.gpu.global.u32 $0, [$1], 1;
+        }""",
+        "=&r,l,r",
+        [p_count.to(gl.int64), like],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -76,7 +94,6 @@ def verify_split_kernel(
     V: gl.constexpr,
     W: gl.constexpr,
     C: gl.constexpr,
-    READY: gl.constexpr,
     AT_ONCE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -133,17 +150,26 @@ def verify_split_kernel(
         at_words = layouts.shared_blocks(gl.int32, 2 * STEPS_2, [1])
         words = at_words._reinterpret(gl.int32, [2 * STEPS_2], layouts.plain([2 * STEPS_2]))
         words.store(gl.load(p_steps + each, mask=each < n_steps, other=0))
+        rows = eight_rows(p_steps, p_pool_row, 0, n_steps, K, C)
+        more_rows = eight_rows(p_steps, p_pool_row, 8, n_steps, K, C)
 
     s = committed(s, p_pending, n_pending, p_pool_k, p_pool_u, p_pool_g, o_k, o_v, H, HV, K, V, AT_ONCE)
+    # With several groups the last program that has read the tile stores it: see serial.py. With 32 columns it does so
+    # once its rows are ready and the answer has come; with 16 that would write halves of sectors.
+    STORES: gl.constexpr = GROUPS > 1 and STEPS > 1 and C == 32
+    arrived = gl.full([32 * W], -1, gl.int32, gl.BlockedLayout([1], [32], [W], [0]))
+    n_groups = gl.load(p_groups + i_b)
     if (n_pending > 0) & (write_state != 0):
-        if GROUPS == 1:
-            gl.store(p_state + o_s, s)
-        else:  # the last program that has read the tile stores it: see serial.py
-            n_groups = gl.load(p_groups + i_b)
+        if STORES:
+            barrier()
+            arrived = _arrive(p_arrived + tile, arrived)
+        elif GROUPS > 1:
             barrier()
             if gl.atomic_add(p_arrived + tile, 1, sem="release") == n_groups - 1:
                 gl.store(p_state + o_s, s)
                 gl.store(p_arrived + tile, 0)
+        else:
+            gl.store(p_state + o_s, s)
     if OVERLAP:  # all above needs nothing of the kernel before
         gdc_wait()
         if OVERLAP == ADMITS_ONCE_WAITED:
@@ -152,6 +178,8 @@ def verify_split_kernel(
         row = only_operands(p_q, p_k, p_v, p_g, p_beta, p_pool_row, K, C)
         only_row(quads(s, K, C, True), *row, p_o, p_pool_u, HV, K, V, C)
     else:
+        eight = ask_eight(*rows, p_q, p_k, p_v, p_g, p_beta, H, HV, K, V, C)
+        eight_more = ask_eight(*more_rows, p_q, p_k, p_v, p_g, p_beta, H, HV, K, V, C)
         prefetch(p_k + o_line)
         prefetch(p_q + o_line)
         at_s = gl.allocate_shared_memory(gl.float32, [K, C], swizzled(KP, C))
@@ -172,7 +200,13 @@ def verify_split_kernel(
             p_pool_u,
             p_steps,
             p_far,
-            READY,
+            eight,
+            eight_more,
+            p_state,
+            p_arrived + tile,
+            arrived,
+            n_groups,
+            STORES,
             PLACES,
             _NEAR,
             H,
@@ -183,10 +217,21 @@ def verify_split_kernel(
         )
 
 
-def columns_of(bucket: Bucket, value_heads: int, value_width: int) -> int:
-    """Of V that a program owns: 32 where the programs of 16 would not all be there at once."""
-    many = bucket.sessions * bucket.groups * value_heads * (value_width // COLUMNS) > PROGRAMS
-    return 2 * COLUMNS if many and value_width % (2 * COLUMNS) == 0 else COLUMNS
+def columns_of(bucket: Bucket, value_heads: int, key_width: int, value_width: int) -> int:
+    """Of V that a program owns: 32 where the programs of 16 would not all be there at once.
+
+    With narrow keys, where unpacking them weighs more, from half as many programs on if each walks a whole tree.
+    """
+    programs = bucket.sessions * bucket.groups * value_heads * (value_width // COLUMNS)
+    few = PROGRAMS if key_width > 128 or bucket.groups > 1 else PROGRAMS // 2
+    return 2 * COLUMNS if programs > few and value_width % (2 * COLUMNS) == 0 else COLUMNS
+
+
+def fit_at_once(bucket: Bucket, value_heads: int, key_width: int, value_width: int) -> bool:
+    """Whether an H100 or H200 holds all programs of a launch at once."""
+    columns = columns_of(bucket, value_heads, key_width, value_width)
+    programs = bucket.sessions * bucket.groups * value_heads * (value_width // columns)
+    return programs <= PROGRAMS * _RESIDENT[columns] // _RESIDENT[COLUMNS]
 
 
 def launch_split(
@@ -205,7 +250,6 @@ def launch_split(
         PLACES=places,
         W=PARTS,
         C=columns,
-        READY=READY,
         AT_ONCE=AT_ONCE,
         OVERLAP=overlap,
         num_warps=PARTS,

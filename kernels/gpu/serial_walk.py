@@ -151,35 +151,47 @@ def _added_up(x, k, so_far, KEYS: gl.constexpr, N: gl.constexpr, L: gl.constexpr
 
 
 @gluon.jit
-def _make_ready(
+def eight_rows(p_steps, p_pool_row, first, n_steps, K: gl.constexpr, C: gl.constexpr):
+    """The rows of eight of n_steps steps, as `ask_eight` wants them; places past the last one have the root."""
+    i_key = first + along(8, eight_keys(K // 4), 3, 1)
+    i_value = first + along(8, by_column(C), 2, 0)
+    i_row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, eight_entries()))
+    key_row = gl.load(p_steps + i_key, mask=i_key < n_steps, other=0) & ROW_MASK
+    value_row = gl.load(p_steps + i_value, mask=i_value < n_steps, other=0) & ROW_MASK
+    row = gl.load(p_steps + i_row, mask=i_row < n_steps, other=0) & ROW_MASK
+    return key_row, value_row, row, gl.load(p_pool_row + row)
+
+
+@gluon.jit
+def ask_eight(
+    key_row,
+    value_row,
+    row,
+    pool_row,
     p_q,
     p_k,
     p_v,
     p_g,
     p_beta,
-    p_pool_row,
-    p_steps,
-    last,
-    at_entries,
-    at_values,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
 ):
-    """What eight rows need besides S; p_steps points at their steps, places past the last one repeat it."""
-    KP: gl.constexpr = K // 4
-    EIGHT: gl.constexpr = eight_keys(KP)
-    ENTRIES: gl.constexpr = eight_entries()
-    FLAT: gl.constexpr = by_column(C)
-    row = gl.load(p_steps + gl.minimum(along(8, EIGHT, 3, 1), last)) & ROW_MASK
-    o_key = row * (H * K) + along(4, EIGHT, 3, 0) * KP + along(KP, EIGHT, 3, 2)
+    """What eight rows need besides S, on its way; pointers are at the session's first row."""
+    EIGHT: gl.constexpr = eight_keys(K // 4)
+    o_key = key_row * (H * K) + along(4, EIGHT, 3, 0) * (K // 4) + along(K // 4, EIGHT, 3, 2)
     k, q = gl.load(p_k + o_key), gl.load(p_q + o_key)
-    row = gl.load(p_steps + gl.minimum(gl.arange(0, 8, layout=gl.SliceLayout(1, ENTRIES)), last)) & ROW_MASK
-    g, beta, pool_row = gl.load(p_g + row * HV), gl.load(p_beta + row * HV), gl.load(p_pool_row + row)
-    row = gl.load(p_steps + gl.minimum(along(8, FLAT, 2, 0), last)) & ROW_MASK
-    at_values.store(gl.load(p_v + row * (HV * V) + along(C, FLAT, 2, 1)))
+    v = gl.load(p_v + value_row * (HV * V) + along(C, by_column(C), 2, 1))
+    return k, q, gl.load(p_g + row * HV), gl.load(p_beta + row * HV), pool_row, v
+
+
+@gluon.jit
+def _make_ready(k, q, g, beta, pool_row, v, at_entries, at_values, K: gl.constexpr):
+    """Leaves it in shared memory, as the walk reads it."""
+    ENTRIES: gl.constexpr = eight_entries()
+    at_values.store(v)
     k = gl.permute(gl.reshape(k.to(gl.float32), [4, 8, 2, 2, K // 16]), (0, 2, 3, 4, 1))
     q = gl.permute(gl.reshape(q.to(gl.float32), [4, 8, 2, 2, K // 16]), (0, 2, 3, 4, 1))
     share = _added_up(q, k, 0.0, K // 16, 8, eight_sums(), True)
@@ -285,6 +297,14 @@ def only_row(
 
 
 @gluon.jit
+def _store_if_last(s, before, n_groups, p_tile, p_arrived, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr):
+    """Stores the tile if all other programs of n_groups arrived before this one, and sets their counter back."""
+    if before == n_groups - 1:
+        gl.store(p_tile + quad_places(K, C, False, V), s)
+        gl.store(p_arrived, 0)
+
+
+@gluon.jit
 def walk(
     s,
     at_words,
@@ -301,7 +321,13 @@ def walk(
     p_pool_u,
     p_steps,
     p_far,
-    READY: gl.constexpr,
+    eight,
+    eight_more,
+    p_tile,
+    p_arrived,
+    arrived,
+    n_groups,
+    STORES: gl.constexpr,
     PLACES: gl.constexpr,
     NEAR: gl.constexpr,
     H: gl.constexpr,
@@ -313,8 +339,12 @@ def walk(
     """u and o of the rows that n_steps steps name, from the state S of `by_quad` within warps on.
 
     Pointers are at the session's first row, p_pool_u at its pool, p_steps at its steps; at_words has the steps, too,
-    and zeros behind, word and next_word are the first two. READY rows, a multiple of 8, are made ready ahead.
+    and zeros behind, word and next_word are the first two. What the first rows need is on its way: `eight` and, for
+    those after them, `eight_more`. Sixteen rows at a time are made ready.
+
+    With STORES the tile is stored at p_tile if this program, of n_groups, was the last to arrive; see serial_split.py.
     """
+    READY: gl.constexpr = 16
     L: gl.constexpr = sums(C, False)
     NUMBER: gl.constexpr = p_v.dtype.element_ty
     next_row = word & ROW_MASK
@@ -324,15 +354,20 @@ def walk(
     some_table = at_table._reinterpret(gl.float32, [READY // 8, 8, 4], layouts.plain([8, 4]))
     some_v = at_v._reinterpret(NUMBER, [READY // 8, 8, C], layouts.plain([8, C]))
     of_o, o_v = along(2, L, 4, 1) > 0, result_places(C, False)
+    if STORES:
+        at_arrived = layouts.shared(gl.int32, [128])
     if PLACES > 0:
         at_near = layouts.shared_blocks(gl.float32, NEAR, [K * C // 512, 128, 4])
+    _make_ready(*eight, some_table.index(0), some_v.index(0), K)
+    if n_steps > 8:
+        _make_ready(*eight_more, some_table.index(1), some_v.index(1), K)
+    if STORES:
+        at_arrived.store(arrived)
+    barrier()  # here, and not in each turn of the loop
+    if STORES:
+        _store_if_last(s, gl.sum(at_arrived.slice(0, 1).load(known_to_all(1)), 0), n_groups, p_tile, p_arrived, K, V, C)
     for first in range(0, n_steps, READY):
         end = gl.minimum(first + READY, n_steps)
-        for part in range(0, (end - first + 7) // 8):
-            p_part, last = p_steps + first + part * 8, end - 1 - first - part * 8
-            at, at_values = some_table.index(part), some_v.index(part)
-            _make_ready(p_q, p_k, p_v, p_g, p_beta, p_pool_row, p_part, last, at, at_values, H, HV, K, V, C)
-        barrier()  # here, and not in each turn of the loop
         for i in range(first, end):
             b_k, b_q = numbers(k, K, C, False), numbers(q, K, C, False)
             x = _sum(s, b_k, b_q, K, C, False)
@@ -353,3 +388,9 @@ def walk(
                 if fetch > 0:
                     s = _fetch(fetch, at_near, p_far, NEAR, K, C)
             word, next_word = next_word, word_after
+        if end < n_steps:
+            for part in gl.static_range(2):
+                rows = eight_rows(p_steps, p_pool_row, end + 8 * part, n_steps, K, C)
+                eight = ask_eight(*rows, p_q, p_k, p_v, p_g, p_beta, H, HV, K, V, C)
+                _make_ready(*eight, some_table.index(part), some_v.index(part), K)
+            barrier()

@@ -191,8 +191,8 @@ class TestPreparation:
 
 class TestTune:
     def test_writes_a_table_that_the_selector_reads(self, small, monkeypatch, tmp_path):
-        star = Topology.from_wire([-1, -1])
-        trees = {"chain of 5": chain(5), "chain of 4": chain(4), "a fork": tree(2, 2, 5), "a star": star}
+        stars = {f"a star of {n}": Topology.from_wire([-1] * n) for n in (2, 3)}
+        trees = {"chain of 5": chain(5), "a fork": tree(2, 2, 5), **stars}
         for name, topology in trees.items():
             monkeypatch.setitem(cases.TREES, name, lambda topology=topology: topology)
         spot = Place(shape=SMALL[PAPER], sessions=1, rows=5, trees=tuple(trees))

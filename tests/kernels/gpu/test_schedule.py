@@ -16,10 +16,10 @@ from specla.kernels.gpu.schedule import (
     PLACE_MASK,
     PLACES,
     ROW_BITS,
+    costs,
     kept_places,
     makespan,
     schedule,
-    steps_beside,
 )
 from specla.kernels.topology import MAX_ROWS, Topology
 
@@ -80,7 +80,12 @@ def check(topology: Topology, groups: int) -> None:
         emitted += rows
     assert sorted(emitted) == list(range(len(topology)))
     assert makespan(topology, groups) == max(map(len, parts)) <= makespan(topology, 1) == len(topology)
-    assert steps_beside(topology, groups) == sum(map(len, parts)) - max(map(len, parts))
+    of_parts = costs(topology, groups)
+    assert len(of_parts) == len(parts)
+    for cost, words in zip(of_parts, parts, strict=True):
+        steps = steps_of(words.tolist())
+        leaves, fetches = (sum(flags) for flags in zip(*((s.is_leaf, s.fetch != NOTHING) for s in steps), strict=True))
+        assert cost == pytest.approx(len(steps) - 0.2 * leaves + 0.4 * fetches)
 
 
 def most_fetches(topology: Topology, groups: int) -> int:
