@@ -31,7 +31,9 @@ from specla.benchmarks.kernels.tune import fitted
 from specla.benchmarks.report import Report
 from specla.kernels.gpu.factorised import FactorisedTile
 from specla.kernels.gpu.held import HeldTile
+from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.selector import Choice
+from specla.kernels.gpu.serial_split import columns_of
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.gpu.tuning import fit
 from specla.kernels.topology import Topology
@@ -163,6 +165,29 @@ class TestCandidates:
         assert groups(PAPER, 1, eagle_like(64)) == [1, 3, 4, 5, 6]
         assert groups(PAPER, 1, chain(8)) == [1]
         assert groups(PAPER, 64, eagle_like(64)) == [1]
+
+    def test_groups_that_a_gpu_holds_at_once(self, monkeypatch):
+        """528 programs of 16 columns, or 396 of 32, which take their place where those would not fit."""
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+        def groups(shape, sessions, rows):
+            return [c.groups for c in candidates(shape, sessions, [eagle_like(rows)]) if c.kernel == "serial"]
+
+        assert groups(PAPER, 1, 16) == [1, 2, 4]
+        assert groups(PAPER, 1, 64) == [1, 3, 4, 5, 6]
+        assert groups(WIDE, 1, 32) == [1, 2]
+        assert groups(NARROW, 4, 32) == groups(PAPER, 4, 32) == [1]
+
+    def test_columns_of_a_program(self):
+        def columns(sessions, groups, heads, keys, values):
+            bucket = Bucket(sessions=sessions, rows=16 * sessions, tree_rows=16, pending=16, groups=groups)
+            return columns_of(bucket, heads, keys, values)
+
+        assert [columns(1, groups, 8, 256, 256) for groups in (1, 4, 5)] == [16, 16, 32]
+        assert [columns(sessions, 1, 8, 256, 256) for sessions in (4, 5)] == [16, 32]
+        assert [columns(1, groups, 48, 128, 128) for groups in (1, 2)] == [32, 32]
+        assert [columns(sessions, 1, 16, 128, 128) for sessions in (1, 4)] == [16, 32]
+        assert columns(64, 1, 8, 256, 48) == 16  # no whole number of 32
 
     @pytest.mark.parametrize("shape", [PAPER, WIDE])
     @pytest.mark.parametrize("sessions", [1, 16, 64])
