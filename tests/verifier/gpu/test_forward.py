@@ -177,7 +177,8 @@ def test_kernels_that_begin_early_change_no_bits(monkeypatch: pytest.MonkeyPatch
     """Fast passes of 16 rows, in which all products of a layer let the next kernel in at once, and the same without."""
     weights = GpuWeights.load(WIDE, RandomTensors(WIDE, "cuda"), torch.bfloat16, "cuda")
     early = texts_logits(weights, [16, 9, 13, 16, 12, 16])
-    monkeypatch.setattr(forward, "_PRODUCTS_ADMIT_AT_START", range(0))
+    waiting = forward._ProductAdmits("waited", "waited", "waited", "waited")
+    monkeypatch.setattr(forward._ProductAdmits, "of", lambda buffers: waiting)
     late = texts_logits(weights, [16, 9, 13, 16, 12, 16])
     assert torch.isfinite(late).all()
     assert torch.equal(early, late)
