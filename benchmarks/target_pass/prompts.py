@@ -45,12 +45,12 @@ def measure_prompts(
     ours = _our_prefill(engine)
     _keep(made, found, _milliseconds({OURS: ours}, _ROUNDS))
     save()
-    if with_library:
-        _library(made, found, ours, say, save)
     say("  short prompts, and a session beside a long one")
     _short_prompts(made, engine)
     _beside_a_prompt(made, engine)
     save()
+    if with_library:  # last: what fails there may leave the device unusable
+        _library(made, found, ours, say, save)
 
 
 def _keep(made: Report, found: Measured, samples: dict[str, list[float]]) -> None:
@@ -92,7 +92,7 @@ def _library(
         samples = [us / 1e3 for us in library.generate_us(model, _ROUNDS)]
         made.rows.append(Row.of(_DECODING, "generate as shipped, a token", samples, "ms"))
 
-    parts = ("prefill", "prefill", prefill), ("decoding", "step", step), ("decoding", "generate", generate)
+    parts = ("prefill", "prefill", prefill), ("decoding", "generate", generate), ("decoding", "step", step)
     for tuned, name, part in parts:
         if tuned in failed:
             continue
