@@ -12,7 +12,8 @@ from specla.benchmarks.kernels.tune import Times, fitted
 from specla.kernels.gpu.selector import Selector, alike
 
 Record = dict[str, Any]
-"""{what, device, date, versions, command, times}; times are microseconds by case ("place, tree") and kernel."""
+"""{what, device, date, versions, command, older, times}; times are microseconds by case ("place, tree") and kernel, and
+`older` has the commit of each case that the last run has not timed."""
 
 
 def recorded(runs: Sequence[Mapping[str, Any]], former: Mapping[str, Any] | None = None) -> Record:
@@ -29,20 +30,30 @@ def recorded(runs: Sequence[Mapping[str, Any]], former: Mapping[str, Any] | None
     if len(devices) != 1:
         raise ValueError(f"runs on {len(devices)} devices ({sorted(devices)}): give those of one")
     (device,) = devices
-    times: dict[str, dict[str, float]] = dict(former["times"]) if former and former["device"] == device else {}
+    kept = former if former and former["device"] == device else None
+    times: dict[str, dict[str, float]] = dict(kept["times"]) if kept else {}
+    commits: dict[str, str] = dict.fromkeys(times, _commit(kept)) | kept["older"] if kept else {}
     for run in runs:
         found: dict[str, dict[str, float]] = {}
         for row in run["rows"]:
             if row["unit"] == "us":
                 found.setdefault(row["case"], {})[row["name"]] = round(row["median"], 3)
         times |= found
+        commits |= dict.fromkeys(found, _commit(run))
     wanted = [f"{place.name}, {tree}" for place in tuning_plan().places for tree in place.trees]
+    last = _commit(runs[-1])
     return {
         "what": "microseconds of a layer by case and kernel, from the runs that the shipped table was fitted from",
         "device": device,
         **{key: runs[-1][key] for key in ("date", "versions", "command")},
+        "older": {case: commits[case] for case in wanted if commits.get(case, last) != last},
         "times": {case: times[case] for case in wanted if case in times},
     }
+
+
+def _commit(run: Mapping[str, Any]) -> str:
+    commit: str = run["versions"].get("commit", "unknown")
+    return commit
 
 
 def timed_places(record: Mapping[str, Any]) -> list[tuple[Place, Times]]:

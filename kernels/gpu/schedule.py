@@ -98,6 +98,11 @@ def costs(topology: Topology, groups: int) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
+def fetches(topology: Topology, groups: int) -> int:
+    """How often kept states are fetched, in all groups."""
+    return int(np.count_nonzero((schedule(topology, groups).steps >> FETCH_SHIFT) & PLACE_MASK))
+
+
 @compiled
 def _schedule(parents: Any, depth: Any, steps: Any, lengths: Any) -> Any:
     """Fills steps [groups, N] and lengths [groups]; returns how many groups have rows."""

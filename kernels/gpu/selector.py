@@ -23,7 +23,7 @@ import torch
 from specla.kernels.gpu.factorised import AnyTile, FactorisedTile, factorised_tile, why_unfit
 from specla.kernels.gpu.held import HeldTile
 from specla.kernels.gpu.pass_batch import Bucket
-from specla.kernels.gpu.schedule import costs
+from specla.kernels.gpu.schedule import costs, fetches
 from specla.kernels.gpu.streamed import StreamedTile
 from specla.kernels.topology import Topology
 
@@ -94,11 +94,13 @@ def features(choice: Choice, topology: Topology) -> tuple[float, float]:
     """What a choice's time depends on in a tree: steps one after the other, and other work.
 
     Of a serial kernel the cost of the dearest group (see schedule.py) and that of all others, which share the GPU with
-    it; of a factorised one the rounds of substitution of all blocks, and pairs of blocks, where a block with itself, S
-    and its system counts as two.
+    it, or of a single group its fetches of kept states, which cost batches more; of a factorised one the rounds of
+    substitution of all blocks, and pairs of blocks, where a block with itself, S and its system counts as two.
     """
     if choice.kernel == "serial":
         of_groups = costs(topology, choice.groups)
+        if choice.groups == 1:
+            return of_groups[0], fetches(topology, 1)
         return max(of_groups), sum(of_groups) - max(of_groups)
     tile = choice.tile or factorised_tile(len(topology))
     block = tile.block_n if isinstance(tile, FactorisedTile) else 16

@@ -88,6 +88,8 @@ def test_chains_and_stars_get_different_kernels() -> None:
     assert selector.choose("exact", SHAPE, [STAR]) == HYBRID
     assert features(HYBRID, STAR) == pytest.approx((1 + 0.8 * 4, 3 + 0.8 * 11))
     assert features(SERIAL, STAR) == pytest.approx((1 + 0.8 * 15, 0))
+    two_chains = Topology.from_wire([-1, 0, -1, 2])  # the root's state is fetched for the second
+    assert features(SERIAL, two_chains) == pytest.approx((3 + 0.8 * 2 + 0.4, 1))
 
 
 def test_a_factorised_kernel_pays_for_the_rounds_and_pairs_of_all_blocks() -> None:
