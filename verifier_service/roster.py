@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from specla.rpc.errors import DeadlineError, SessionCancelledError, SpeclaError, UnknownSessionError
+from specla.rpc.faults import fault_of, internal_error
 from specla.rpc.status import to_status
 from specla.v1 import common_pb2, verifier_pb2
 from specla.verifier_service.acceptance import Finish, FinishReason
@@ -152,24 +153,24 @@ class Roster:
             matched_stop_id=finish.matched_stop_id or 0,
             committed_len=live.session.committed_len,
         )
-        self._tell_finished(live, event)
+        self._end_finished(live, event)
 
     def stop(self, live: LiveSession, at_len: int) -> None:
         """End a session because the coordinator found a stop string at this length."""
         reason = common_pb2.FINISH_REASON_STOP_STRING
-        self._tell_finished(live, verifier_pb2.SessionFinished(reason=reason, committed_len=at_len))
+        self._end_finished(live, verifier_pb2.SessionFinished(reason=reason, committed_len=at_len))
 
     def fail(self, live: LiveSession, error: SpeclaError) -> None:
         """End a session with an error."""
-        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
-        self._close(live, verifier_pb2.CLOSED_REASON_FAILED)
+        failed = verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error))
+        self._end(live, failed, verifier_pb2.CLOSED_REASON_FAILED)
         log.info("session failed", session=live.session_id.hex(), reason=error.reason)
 
     def cancel(self, live: LiveSession) -> None:
         """End a session because its coordinator wants that, or is gone."""
         error = SessionCancelledError("the session was cancelled")
-        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error)))
-        self._close(live, verifier_pb2.CLOSED_REASON_CANCELLED)
+        cancelled = verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error))
+        self._end(live, cancelled, verifier_pb2.CLOSED_REASON_CANCELLED)
 
     def expire(self) -> None:
         """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago."""
@@ -208,9 +209,18 @@ class Roster:
             for live in self
         ]
 
-    def _tell_finished(self, live: LiveSession, event: verifier_pb2.SessionFinished) -> None:
-        live.put(verifier_pb2.SessionEvent(session_id=live.session_id, finished=event))
-        self._close(live, verifier_pb2.CLOSED_REASON_FINISHED)
+    def _end_finished(self, live: LiveSession, event: verifier_pb2.SessionFinished) -> None:
+        finished = verifier_pb2.SessionEvent(session_id=live.session_id, finished=event)
+        self._end(live, finished, verifier_pb2.CLOSED_REASON_FINISHED)
+
+    def _end(self, live: LiveSession, event: verifier_pb2.SessionEvent, reason: verifier_pb2.ClosedReason) -> None:
+        """Tell the owner what it has yet to hear, then this; that it failed, where nothing can be told of it."""
+        fault = fault_of(live.tell)
+        if fault is not None:
+            event.failed.CopyFrom(to_status(internal_error("news of a session", fault)))
+            reason = verifier_pb2.CLOSED_REASON_FAILED
+        live.owner.put(event)
+        self._close(live, reason)
 
     def _close(self, live: LiveSession, reason: verifier_pb2.ClosedReason) -> None:
         """Everything that must be undone when a session ends, once."""

@@ -361,6 +361,33 @@ def test_what_cannot_be_told_fails_its_session_alone(
     assert engine.free_slots == 3
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_session_that_ends_with_what_cannot_be_told_fails_alone(
+    engine: OverlappingEngine, verifier: Scheduler, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Its text is complete, or its coordinator is gone, before anybody was told of its last tokens."""
+    coordinator, other, first, second = Coordinator(verifier), Coordinator(verifier), b"n" * 16, b"o" * 16
+    made = roster.committed_event
+
+    def broken(session_id: bytes, result: PassResult, verified: int) -> verifier_pb2.SessionEvent:
+        if session_id == first:
+            raise RuntimeError("no event of that")
+        return made(session_id, result, verified)
+
+    def leave(passes: int) -> None:
+        if passes == 1 and lost:
+            coordinator.link.close()
+
+    engine.while_running = leave
+    monkeypatch.setattr(roster, "committed_event", broken)
+    coordinator.start(PROMPT, max_tokens=8 if lost else 1, session_id=first)
+    if not lost:
+        assert isinstance(coordinator.failure(first), InternalError)
+    other.finish(other.start(PROMPT, max_tokens=20, session_id=second))
+    assert len(other.tokens(second)) == 20
+    assert engine.free_slots == 3
+
+
 def test_what_fails_while_a_piece_of_a_prompt_runs_leaves_none_unended(
     engine: OverlappingEngine, verifier: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
