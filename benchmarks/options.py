@@ -9,7 +9,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specla.benchmarks.report import Report
 
-JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Where to write the result.")]
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuses, before anything is measured, a place where nothing can be written."""
+    if path is not None:
+        there = path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"{path}: {error.strerror}") from None
+        if not there:
+            path.unlink()
+    return path
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, callback=_writable, help="Where to write the result.")
+]
 
 
 def numbers(text: str, option: str) -> list[float]:

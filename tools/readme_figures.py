@@ -42,6 +42,8 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
         lines += ["", *folded("goals", goal_table(goals))]
     elif goals:
         lines += ["", *goal_table(goals)]
+    failed = [f"- {what}: {value}" for what, value in result["notes"].items() if str(value).startswith("failed:")]
+    lines += ["", "Failed in this run:", "", *failed] if failed else []
     ratios = [row for row in result["rows"] if row["unit"] == "x" and not row["low"] == row["high"] == 1]
     if ratios:
         more = len(result["rows"]) - len(ratios[:_MOST_ROWS])

@@ -121,6 +121,11 @@ class Generation:
                 "no verifier with the numerics_id of the text so far is available",
                 hint="Wait for one, or set allow_other_numerics; the text may then differ from here on",
             )
+        if isinstance(why, ServiceUnavailableError) and self._completion.length and self._pool.choose() is None:
+            return ServiceUnavailableError(
+                f"the verifier was lost ({why.message}), and no other is connected",
+                hint="Try again, or go on from here with resumed_ids, the seed and the numerics_id",
+            )
         return why or ServiceUnavailableError("no verifier is available", hint="Try again when one is connected")
 
     def _start(self, member: VerifierMember) -> verifier_pb2.Start:

@@ -1,9 +1,9 @@
 """Which verification kernel runs a pass: chosen by times measured for a device, a shape, a batch and its trees.
 
 A table holds, for each choice that was measured, what a launch costs at rest and what a tree's shape adds: a serial
-kernel pays by the steps of its dearest group and by those of all others, the factorised one by the rounds of
-substitution and by pairs of blocks. `specla bench kernels --tune` measures and fits one (see tuning.py); those of
-known devices ship with the package.
+kernel pays by the steps of its dearest group and by those of all others, or by the fetches of a single one, the
+factorised one by the rounds of substitution and by pairs of blocks. `specla bench kernels --tune` measures and fits one
+(see tuning.py); those of known devices ship with the package.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from specla.benchmarks import report
+from specla.benchmarks.options import _writable
 from specla.benchmarks.report import Goal, Report, Row, command_line
 
 
@@ -54,3 +56,15 @@ def test_a_commit_that_is_named_counts_before_what_git_says(monkeypatch: pytest.
     assert report.versions()["commit"] != "1a2b3c4"
     monkeypatch.setattr(report.shutil, "which", lambda name: None)
     assert report.versions()["commit"] == "unknown"
+
+
+def test_a_place_that_takes_nothing_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    assert _writable(kept) == kept
+    assert kept.read_text() == "{}"
+    new = tmp_path / "folder" / "new.json"
+    assert _writable(new) == new
+    assert not new.exists()
+    with pytest.raises(typer.BadParameter, match="kept"):
+        _writable(kept / "below.json")

@@ -163,8 +163,9 @@ async def test_no_verifier_is_unavailable() -> None:
     task = asyncio.create_task(tell(alone.generate(request())))
     await until(lambda: only.sessions)
     only.die()
-    with pytest.raises(ServiceUnavailableError, match="died"):
+    with pytest.raises(ServiceUnavailableError, match="died") as caught:
         await task
+    assert "resumed_ids" in caught.value.hint
     assert not alone.ready
 
 
