@@ -8,15 +8,15 @@ import triton
 
 from specla.benchmarks.kernels.cases import Place
 from specla.benchmarks.kernels.recorded import recorded, table_of, timed_places
-from specla.benchmarks.kernels.tune import Times, fitted, layer_of
+from specla.benchmarks.kernels.tune import Times, _fitted, fitted, layer_of
 from specla.kernels.gpu.selector import TABLES, Choice, Measured, Mode, Selector
 from specla.kernels.topology import Topology
 
 DEVICE = "NVIDIA H200"
 RECORD = json.loads((Path(__file__).parent / "data" / "h200_times.json").read_text())
 RECORDED = RECORD["times"]
-LEAST_PLACES = 45
-"""Of the 60 of the tuning plan; plain decoding is among them."""
+PLACES = 60
+"""Of the tuning plan; plain decoding is among them."""
 
 MODES: tuple[Mode, ...] = ("exact", "fast")
 SLACK_US = 0.2
@@ -45,7 +45,7 @@ def test_the_table_is_the_fit_of_the_recorded_times() -> None:
     made = table_of(RECORD)
     shipped = json.loads((TABLES / "h200.json").read_text())
     assert made["devices"] == shipped["devices"]
-    assert len(made["measured"]) == len(shipped["measured"]) >= LEAST_PLACES
+    assert len(made["measured"]) == len(shipped["measured"]) == PLACES
     assert [p["sessions"] for p in made["measured"] if p["rows"] == 1 and p["shape"][0] == 256] == [1, 16, 4, 64]
     for ours, theirs in zip(made["measured"], shipped["measured"], strict=True):
         assert {k: ours[k] for k in ("shape", "sessions", "rows")} == {
@@ -83,6 +83,18 @@ def test_trees_that_were_left_out_of_the_fit(places: list[tuple[Place, Times]]) 
                 count += 1
     assert count == 2 * (len(RECORDED) - sum(len(times) == 1 for _, times in places))
     assert near >= 0.98 * count
+
+
+def test_trees_that_are_chosen_badly_for_count_more() -> None:
+    """Two choices that take turns at being the best by a few percent: least squares alone takes the wrong one."""
+    place = next(p for p, _ in timed_places(RECORD) if p.name == "8 heads of 256, 1 session, up to 129 rows")
+    times = next(times for p, times in timed_places(RECORD) if p.name == place.name)
+    once, best = _fitted(place, times, dict.fromkeys(times, 1.0)), fitted(place, times)
+
+    def worst(measured: Measured) -> float:
+        return max(over_best(measured, "fast", place.topologies[name], us)[0] for name, us in times.items())
+
+    assert worst(best) < 1.03 < worst(once)
 
 
 def run(device: str, rows: dict[str, dict[str, float]], commit: str = "c1") -> dict[str, object]:
