@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import LogitEntries, adjust_logits
+from specla.kernels.gpu.between_mixers import DenseRow, DenseWeights, MeetingPlace, between_mixers
 from specla.kernels.gpu.chunk_batch import CHUNK, ChunkInputs, ChunkText
 from specla.kernels.gpu.chunk_convolution import chunk_convolution
 from specla.kernels.gpu.chunk_delta import ChunkWorkspace, chunk_delta_rule, key_pitch
@@ -29,6 +30,8 @@ from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.norms import add_rms_norm, gated_norm
 from specla.kernels.gpu.pass_batch import Bucket, PassBatch, SessionPass
 from specla.kernels.gpu.product import product, product_parts
+from specla.kernels.gpu.product_streamed import on_hopper
+from specla.kernels.gpu.product_wide import WideTile
 from specla.kernels.gpu.sampler_rows import SamplerConfig, SamplerRows
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
@@ -62,6 +65,7 @@ def main() -> int:
     for name, launch in (
         ("norms and embedding", launch_norms),
         ("products", launch_products),
+        ("one row between mixers", launch_between_mixers),
         ("a chunk of a prompt", launch_chunk),
         ("sampler", launch_sampler),
     ):
@@ -153,7 +157,7 @@ def launch_norms() -> None:
 
 
 def launch_products() -> None:
-    """Plain and streamed ones, in parts, with SwiGLU and onto what is there."""
+    """Plain and streamed ones, in parts, with SwiGLU and onto what is there; and wide ones."""
     rows = _rows()
     for outputs, inputs, dtype in ((40, 72, torch.float32), (264, 512, _DTYPE), (256, 2048, _DTYPE)):
         x = torch.randn(_ROWS, inputs, device="cuda").to(dtype)
@@ -166,6 +170,40 @@ def launch_products() -> None:
         ):
             product(x, weight, out, rows, add=add, swiglu=swiglu)
             _refuse_nan(out[..., :_USED, :])
+    if not on_hopper(torch.device("cuda")):
+        return
+    many, outputs, inputs = 135, 400, 512
+    x, weight = (torch.randn(n, inputs, device="cuda").to(_DTYPE) for n in (many, outputs))
+    out = torch.zeros(many, outputs, device="cuda")
+    product(x, weight, out, torch.full((1,), many - 3, dtype=torch.int32, device="cuda"), tile=WideTile(192, 2))
+    _refuse_nan(out)
+
+
+def launch_between_mixers() -> None:
+    """Two layers, where the device has the form; K of the down-projection is cut into parts."""
+    hidden, values, channels, inputs = 256, 512, 1024, 1040
+    place = MeetingPlace.claimed(hidden, torch.device("cuda"))
+    if place is None:
+        return
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(_DTYPE) * shape[1] ** -0.5
+
+    norm, rows, parts = torch.ones(hidden, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda"), 2
+    row = DenseRow(
+        matrix(1, values),
+        torch.randn(1, hidden, device="cuda"),
+        torch.empty(1, 1, hidden, device="cuda"),
+        torch.empty(parts, 1, hidden, device="cuda"),
+        *(torch.empty(1, width, dtype=_DTYPE, device="cuda") for width in (channels, inputs, hidden)),
+    )
+    for following in (matrix(inputs, hidden), None):
+        weights = DenseWeights(
+            matrix(hidden, values), norm, matrix(2 * channels, hidden), matrix(hidden, channels), norm, following
+        )
+        between_mixers(row, weights, 1e-6, rows, place)
+    _refuse_nan(row.final)
+    _refuse_nan(row.inputs)
 
 
 def launch_chunk() -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specla.kernels.gpu.adjusting import adjust_logits
+from specla.kernels.gpu.between_mixers import DenseRow, DenseWeights, MeetingPlace, between_mixers, why_apart
 from specla.kernels.gpu.convolution import tree_convolution
 from specla.kernels.gpu.embedding import embed
 from specla.kernels.gpu.factor_pool import FactorPool
@@ -44,20 +45,62 @@ def verify_of(choice: Choice, buffers: PassBuffers) -> Verify:
 
 def run_rows(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify) -> None:
     """From tokens to the final norm: `final` and `hidden` of the activations, and the rows' factors in the pools."""
+    embed(buffers.tokens, weights.embeddings, buffers.activations.stream, buffers.counted, overlap=True)
+    place = _meeting(weights, store, buffers)
+    if place is None:
+        _run_layers(weights, store, buffers, verify)
+    else:
+        _run_layers_of_one_row(weights, store, buffers, verify, place)
+
+
+def _run_layers(weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify) -> None:
     x, rows, eps, admit = buffers.activations, buffers.counted, weights.config.norm_eps, _admit(buffers)
-    embed(buffers.tokens, weights.embeddings, x.stream, rows, overlap=True)
     admits = _ProductAdmits.of(buffers)
     added: Tensor | None = None
     for i, layer in enumerate(weights.layers):
         add_rms_norm(x.stream, added, layer.mixer_norm, eps, x.normed, rows, overlap=True, admit=admit)
         _keep(buffers, i - 1)
-        _mixer(weights, layer, store.layer(i), buffers, verify)
+        product(x.normed, layer.inputs, x.inputs, rows, overlap=True, admit=admits.inputs)
+        _mix(weights, layer, store.layer(i), buffers, verify)
+        product(x.mixed, layer.output, x.from_mixer, rows, overlap=True, admit=admits.output)
         add_rms_norm(x.stream, x.from_mixer, layer.mlp_norm, eps, x.normed, rows, overlap=True, admit=admit)
         product(x.normed, layer.gate_up, x.activated, rows, swiglu=True, overlap=True, admit=admits.gate_up)
         product(x.activated, layer.down, x.from_mlp, rows, overlap=True, admit=admits.down)
         added = x.from_mlp
     add_rms_norm(x.stream, added, weights.norm, eps, x.final, rows, overlap=True, admit=admit)
     _keep(buffers, len(weights.layers) - 1)
+
+
+def _run_layers_of_one_row(
+    weights: GpuWeights, store: GpuStore, buffers: PassBuffers, verify: Verify, place: MeetingPlace
+) -> None:
+    """The same, bit for bit, in four launches a layer instead of nine."""
+    x, rows, eps, first = buffers.activations, buffers.counted, weights.config.norm_eps, weights.layers[0]
+    add_rms_norm(x.stream, None, first.mixer_norm, eps, x.normed, rows, overlap=True, admit=_admit(buffers))
+    product(x.normed, first.inputs, x.inputs, rows, overlap=True)
+    row = DenseRow(x.mixed, x.stream, x.from_mixer, x.from_mlp, x.activated, x.inputs, x.final)
+    for i, layer in enumerate(weights.layers):
+        _mix(weights, layer, store.layer(i), buffers, verify)
+        between_mixers(row, _dense(weights, i), eps, rows, place, overlap=True)
+        _keep(buffers, i)
+
+
+def _dense(weights: GpuWeights, index: int) -> DenseWeights:
+    """What lies between a layer's mixer and the next one, or the head."""
+    layer = weights.layers[index]
+    if index + 1 == len(weights.layers):
+        norm, inputs = weights.norm, None
+    else:
+        norm, inputs = weights.layers[index + 1].mixer_norm, weights.layers[index + 1].inputs
+    return DenseWeights(layer.output, layer.mlp_norm, layer.gate_up, layer.down, norm, inputs)
+
+
+def _meeting(weights: GpuWeights, store: GpuStore, buffers: PassBuffers) -> MeetingPlace | None:
+    """Where a pass of one row has its programs meet; None if it takes separate launches."""
+    if buffers.bucket.rows > 1 or store.meeting is None:
+        return None
+    parts = len(buffers.activations.from_mixer), len(buffers.activations.from_mlp)
+    return store.meeting if why_apart(_dense(weights, 0), parts) is None else None
 
 
 def run_head(weights: GpuWeights, buffers: PassBuffers, part: SampledPart) -> None:
@@ -109,16 +152,15 @@ def _keep(buffers: PassBuffers, layer: int) -> None:
         buffers.activations.hidden[buffers.layers.index(layer)].copy_(buffers.activations.stream)
 
 
-def _mixer(
+def _mix(
     weights: GpuWeights, layer: GpuLayer, memory: tuple[Tensor, FactorPool], buffers: PassBuffers, verify: Verify
 ) -> None:
-    """A layer's recurrence: the normed stream in, what it adds out."""
-    (states, pool), x, rows, config = memory, buffers.activations, buffers.counted, weights.config
-    admits = _ProductAdmits.of(buffers)
-    product(x.normed, layer.inputs, x.inputs, rows, overlap=True, admit=admits.inputs)
+    """A layer's recurrence: from its projected inputs to its outputs, normed and gated."""
+    (states, pool), x, config = memory, buffers.activations, weights.config
     raw, a, b, gate = InputWidths.of(config).split(x.inputs)
     tree_convolution(raw, a, b, layer.convolution, pool, buffers.batch, x.rows, overlap=True, admit="start")
     verify(x.rows, states, pool, buffers.batch, x.o)
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
-    gated_norm(x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, rows, overlap=True, admit="start")
-    product(x.mixed, layer.output, x.from_mixer, rows, overlap=True, admit=admits.output)
+    gated_norm(
+        x.o, gate, layer.output_norm, config.norm_eps, activation, x.mixed, buffers.counted, overlap=True, admit="start"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specla.kernels.gpu.between_mixers import MeetingPlace
 from specla.kernels.gpu.commit import flush
 from specla.kernels.gpu.factor_pool import FactorPool, PoolRows, PoolTable
 from specla.verifier_service.state import Slots
@@ -31,6 +32,7 @@ class GpuStore:
         states: float32 [L, slots, HV, K, V].
         pools: of all layers, [L, slots, F, ...].
         in_use: the host's side of all pools.
+        meeting: where passes of one row meet; None where they take separate launches.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GpuStore:
         self.pools = FactorPool(*(x.view(layers, slots, *x.shape[1:]) for x in flat))
         self.most_pending = most_pending
         self.in_use = PoolTable(slots, factors, taps)
+        self.meeting = MeetingPlace.claimed(config.hidden_size, torch.device(device))
         self._slots = Slots(slots)
 
     @property

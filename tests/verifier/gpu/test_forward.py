@@ -1,18 +1,22 @@
 """Passes on the GPU's kernels against the same passes as PyTorch operations: logits, factors, committed states."""
 
+import gc
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from tree_cases import chain, random_tree
 
 from specla.benchmarks.target_pass.model import RandomTensors
 from specla.kernels.gpu.adjusting import LogitEntries
+from specla.kernels.gpu.between_mixers import DenseRow, DenseWeights, MeetingPlace
 from specla.kernels.gpu.factorised import factorised_tile
 from specla.kernels.gpu.pass_batch import Bucket, SessionPass
-from specla.kernels.gpu.selector import Choice, Selector
+from specla.kernels.gpu.selector import Choice, Mode, Selector
 from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
@@ -41,6 +45,7 @@ WIDE = GatedDeltaNetConfig(
     expand_v=1.0,
     intermediate_size=1024,
 )
+NARROW_HEADS = replace(WIDE, num_heads=8, head_dim=64)
 EXACT, FAST = Choice("serial", 2), Choice("factorised", tile=factorised_tile(16))
 
 
@@ -182,6 +187,47 @@ def test_kernels_that_begin_early_change_no_bits(monkeypatch: pytest.MonkeyPatch
     late = texts_logits(weights, [16, 9, 13, 16, 12, 16])
     assert torch.isfinite(late).all()
     assert torch.equal(early, late)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_one_launch_between_mixers_changes_no_bits(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """Plain decoding, with all layers' streams kept, and the same in separate launches."""
+    gc.collect()
+    weights = GpuWeights.load(NARROW_HEADS, RandomTensors(NARROW_HEADS, "cuda"), torch.bfloat16, "cuda")
+    used: list[MeetingPlace] = []
+    real = forward.between_mixers
+
+    def counted(row: DenseRow, dense: DenseWeights, eps: float, rows: Tensor, place: MeetingPlace, **how: bool) -> None:
+        used.append(place)
+        real(row, dense, eps, rows, place, **how)
+
+    monkeypatch.setattr(forward, "between_mixers", counted)
+    together = decoded(weights, mode)
+    assert used
+    used.clear()
+    monkeypatch.setattr(forward, "_meeting", lambda *_: None)
+    apart = decoded(weights, mode)
+    assert not used
+    assert all(torch.isfinite(x).all() for x in apart)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+def decoded(weights: GpuWeights, mode: Mode) -> list[torch.Tensor]:
+    """Logits and streams of every token, the states in the end."""
+    backend = GpuBackend(weights, mode, Selector.for_device("NVIDIA H200"), slots=2, max_rows=4)
+    greedy = SessionSampling(SamplingParams(temperature=0.0), weights.config.vocab_size)
+    slot, token, found, layers = backend.acquire(), 7, [], tuple(range(weights.config.num_hidden_layers))
+    for position in range(20):
+        sampling = RowSampling([greedy], [0], [position], [-1], [token])
+        out = backend.run([slot], pack([Topology.root_only()]), [token], sampling, layers)
+        found += [torch.from_numpy(out.logits(0).copy())]
+        found += [out.hidden(layer, [0]) for layer in layers]
+        out.take(0, [0])
+        token = int(found[-1 - len(layers)].argmax())
+    backend.store.write_states([slot])
+    return [*found, backend.store.states[:, slot].cpu()]
 
 
 def texts_logits(weights: GpuWeights, sizes: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,267 @@
+"""One row from mixer to mixer in one launch: bits of separate launches, whatever the shape, pace and overlap."""
+
+import gc
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from specla.kernels.gpu.between_mixers import (
+    DenseRow,
+    DenseWeights,
+    MeetingPlace,
+    Pace,
+    between_mixers,
+    why_apart,
+)
+from specla.kernels.gpu.norms import add_rms_norm
+from specla.kernels.gpu.product import product, product_parts
+from specla.kernels.gpu.product_streamed import on_hopper
+
+EPS = 1e-6
+POISON = 7777.0
+
+
+class Shape(NamedTuple):
+    """D, V, M and I of a model's layers."""
+
+    hidden: int
+    values: int
+    channels: int
+    inputs: int
+
+
+MODEL = Shape(2048, 2048, 5632, 8208)
+SHAPES = [MODEL, Shape(256, 512, 640, 1040), Shape(512, 256, 1024, 1296), Shape(1024, 2048, 4608, 64)]
+
+
+def poison(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, POISON, dtype=dtype, device="cuda")
+
+
+def count(rows: int) -> torch.Tensor:
+    return torch.tensor([rows], dtype=torch.int32, device="cuda")
+
+
+class Model:
+    """A few layers of random weights."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, layers: int) -> None:
+        drawn = torch.Generator("cuda").manual_seed(sum(shape) + layers)
+
+        def matrix(outputs: int, inputs: int) -> torch.Tensor:
+            return (torch.randn(outputs, inputs, generator=drawn, device="cuda") * inputs**-0.5).to(dtype)
+
+        def norm() -> torch.Tensor:
+            return 1 + 0.1 * torch.randn(shape.hidden, generator=drawn, device="cuda")
+
+        self.shape, self.dtype = shape, dtype
+        self.layers = [
+            DenseWeights(
+                matrix(shape.hidden, shape.values),
+                norm(),
+                matrix(2 * shape.channels, shape.hidden),
+                matrix(shape.hidden, shape.channels),
+                norm(),
+                None if i + 1 == layers else matrix(shape.inputs, shape.hidden),
+            )
+            for i in range(layers)
+        ]
+        self.mixed = torch.randn(layers, 1, shape.values, generator=drawn, device="cuda").to(dtype)
+        self.stream = torch.randn(1, shape.hidden, generator=drawn, device="cuda")
+        self.parts = tuple(product_parts(shape.hidden, width) for width in (shape.values, shape.channels))
+
+    def row(self) -> DenseRow:
+        """Poisoned, but for the stream; the two products share their scratch, as in a pass."""
+        hidden, values, channels, inputs = self.shape
+        parts = poison(max(self.parts), 1, hidden, dtype=torch.float32)
+        return DenseRow(
+            poison(1, values, dtype=self.dtype),
+            self.stream.clone(),
+            parts[: self.parts[0]],
+            parts[: self.parts[1]],
+            poison(1, channels, dtype=self.dtype),
+            poison(1, inputs, dtype=self.dtype),
+            poison(1, hidden, dtype=self.dtype),
+        )
+
+    def apart(self) -> list[torch.Tensor]:
+        """What separate launches make: after each layer the stream and the next inputs, or the last normed row."""
+        row, rows, found = self.row(), count(1), []
+        normed = poison(1, self.shape.hidden, dtype=self.dtype)
+        for mixed, layer in zip(self.mixed, self.layers, strict=True):
+            product(mixed, layer.output, row.from_mixer, rows)
+            add_rms_norm(row.stream, row.from_mixer, layer.mlp_norm, EPS, normed, rows)
+            product(normed, layer.gate_up, row.activated, rows, swiglu=True)
+            product(row.activated, layer.down, row.from_mlp, rows)
+            add_rms_norm(row.stream, row.from_mlp, layer.next_norm, EPS, normed, rows)
+            if layer.next_inputs is not None:
+                product(normed, layer.next_inputs, row.inputs, rows)
+            found += [row.stream.clone(), normed.clone() if layer.next_inputs is None else row.inputs.clone()]
+        return found
+
+    def together(self, place: MeetingPlace, pace: Pace | None = None, *, overlap: bool = False) -> list[torch.Tensor]:
+        """The same in one launch a layer."""
+        row, rows, found = self.row(), count(1), []
+        for mixed, layer in zip(self.mixed, self.layers, strict=True):
+            row.mixed.copy_(mixed)
+            between_mixers(row, layer, EPS, rows, place, overlap=overlap, pace=pace or Pace())
+            last = layer.next_inputs is None
+            found += [row.stream.clone(), row.final.clone() if last else row.inputs.clone()]
+            assert last or bool((row.final == POISON).all())
+        return found
+
+
+@pytest.fixture
+def place() -> MeetingPlace:
+    """Of the widest row; earlier tests' places are gone."""
+    gc.collect()
+    found = MeetingPlace.claimed(MODEL.hidden, torch.device("cuda"))
+    assert found is not None
+    return found
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    assert all(bool(torch.isfinite(x.float()).all()) and not bool((x == POISON).any()) for x in one)
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_are_those_of_separate_launches(place: MeetingPlace, shape: Shape, dtype: torch.dtype) -> None:
+    model = Model(shape, dtype, layers=3)
+    wanted = model.apart()
+    assert equal(wanted, model.together(place))
+    assert equal(wanted, model.together(place, overlap=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "pace",
+    [Pace(2, 1, 1, 0, 0), Pace(3, 3, 1, 2, 1), Pace(11, 11, 2, 11, 11), Pace(4, 2, 4, 40, 40), Pace(5, 5, 5, 3, 0)],
+)
+def test_the_pace_changes_no_bits(place: MeetingPlace, pace: Pace) -> None:
+    for shape in (MODEL, SHAPES[1], SHAPES[3]):
+        model = Model(shape, torch.bfloat16, layers=2)
+        assert equal(model.apart(), model.together(place, pace))
+
+
+@pytest.mark.gpu
+def test_captured_launches_meet_again_and_again(place: MeetingPlace) -> None:
+    """Eight layers back to back, replayed: no launch takes another one's arrivals for its own."""
+    model = Model(MODEL, torch.bfloat16, layers=8)
+    wanted, row, rows = model.apart(), model.row(), count(1)
+    every = [row._replace(mixed=mixed) for mixed in model.mixed]
+
+    def launch() -> None:
+        for own, layer in zip(every, model.layers, strict=True):
+            between_mixers(own, layer, EPS, rows, place, overlap=True)
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for _ in range(20):
+        row.stream.copy_(model.stream)
+        for x in row[2:]:
+            x.fill_(POISON)
+        graph.replay()
+        assert torch.equal(row.stream, wanted[-2])
+        assert torch.equal(row.final, wanted[-1])
+        assert torch.equal(row.inputs, wanted[-3])
+
+
+@pytest.mark.gpu
+def test_a_row_that_does_not_count_is_left_alone(place: MeetingPlace) -> None:
+    for layer in Model(MODEL, torch.bfloat16, layers=2).layers:
+        row = Model(MODEL, torch.bfloat16, layers=2).row()
+        row.mixed.fill_(float("nan"))
+        before = [x.clone() for x in row]
+        between_mixers(row, layer, EPS, count(0), place)
+        assert all(torch.equal(a, b) for a, b in zip(row[1:], before[1:], strict=True))
+
+
+@pytest.mark.gpu
+def test_one_place_a_device_as_long_as_it_lives(place: MeetingPlace) -> None:
+    device = torch.device("cuda")
+    assert MeetingPlace.claimed(MODEL.hidden, device) is None
+    assert MeetingPlace.claimed(MODEL.hidden, torch.device("cuda", torch.cuda.current_device())) is None
+
+
+@pytest.mark.gpu
+def test_a_place_is_free_again() -> None:
+    gc.collect()
+    device = torch.device("cuda")
+    first = MeetingPlace.claimed(256, device)
+    assert first is not None
+    del first
+    assert MeetingPlace.claimed(256, device) is not None
+
+
+def test_no_other_device_has_one() -> None:
+    assert not on_hopper(torch.device("cpu"))
+    assert MeetingPlace.claimed(256, torch.device("cpu")) is None
+    on_account = MeetingPlace.claimed(256, torch.device("meta"))
+    assert on_account is not None
+    assert on_account.stream.nbytes == 1024
+
+
+def weights_of(hidden: int, values: int, channels: int, inputs: int, *, device: str = "cuda") -> DenseWeights:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    norm = empty(hidden, dtype=torch.float32)
+    return DenseWeights(
+        empty(hidden, values), norm, empty(2 * channels, hidden), empty(hidden, channels), norm, empty(inputs, hidden)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "parts", "why"),
+    [
+        ((768, 256, 512, 256), (1, 1), "power of two"),
+        ((128, 256, 512, 256), (1, 1), "power of two"),
+        ((4096, 256, 512, 256), (1, 1), "power of two"),
+        ((256, 320, 512, 256), (1, 1), "blocks of 128"),
+        ((256, 256, 512, 264), (1, 1), "blocks of 128"),
+        ((256, 256, 512, 256), (4, 1), "blocks of 128"),
+        ((2048, 2048, 5632, 256), (8, 4), "more units than"),
+        ((256, 256, 4096, 256), (1, 1), "multiplied at a time"),
+    ],
+)
+def test_weights_that_take_separate_launches(
+    shape: tuple[int, int, int, int], parts: tuple[int, int], why: str
+) -> None:
+    found = why_apart(weights_of(*shape), parts)
+    assert found is not None
+    assert why in found
+
+
+def test_weights_elsewhere_take_separate_launches() -> None:
+    found = why_apart(weights_of(256, 256, 512, 256, device="cpu"), (1, 1))
+    assert found is not None
+    assert "Hopper" in found
+
+
+@pytest.mark.gpu
+def test_what_does_not_belong_together_is_refused(place: MeetingPlace) -> None:
+    model = Model(SHAPES[1], torch.bfloat16, layers=2)
+    row, layer, rows = model.row(), model.layers[0], count(1)
+    wrong = [
+        (row._replace(mixed=row.mixed[:, :-8]), layer, Pace(), "mixed"),
+        (row._replace(stream=row.stream.half()), layer, Pace(), "stream"),
+        (row._replace(from_mlp=row.from_mlp.repeat(1, 2, 1)), layer, Pace(), "from_mlp"),
+        (row._replace(inputs=row.inputs.float()), layer, Pace(), "inputs"),
+        (row, layer._replace(down=layer.down[:, :-128].contiguous()), Pace(), "down|activated"),
+        (row, layer._replace(next_norm=layer.next_norm.bfloat16()), Pace(), "next_norm"),
+        (row, layer, Pace(stages=4), "flight"),
+        (row, layer, Pace(low_flight=0), "flight"),
+        (row, layer, Pace(ahead=2, early=3), "early"),
+    ]
+    for own, weights, pace, why in wrong:
+        with pytest.raises(ValueError, match=why):
+            between_mixers(own, weights, EPS, rows, place, pace=pace)
+    with pytest.raises(ValueError, match="rows"):
+        between_mixers(row, layer, EPS, rows.long(), place)
