@@ -110,13 +110,28 @@ class TreeBatch:
         return tuple(b for b, topology in enumerate(self.topologies) for _ in range(len(topology)))
 
     @cached_property
-    def _indices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.array(self.row_sessions), np.array(self.depths)
+    def _depth_array(self) -> NDArray[np.int64]:
+        return np.array(self.depths)
+
+    @cached_property
+    def _session_array(self) -> NDArray[np.int64]:
+        return np.array(self.row_sessions)
 
     def positions(self, lengths: Sequence[int]) -> NDArray[np.int64]:
         """int64 [R], where the token after each row stands; `lengths` is of each session's text, its root included."""
-        sessions, depths = self._indices
-        return depths + (np.array(lengths)[sessions] if len(lengths) > 1 else lengths[0])
+        before = np.array(lengths)[self._session_array] if len(lengths) > 1 else lengths[0]
+        positions: NDArray[np.int64] = self._depth_array + before
+        return positions
+
+    @cached_property
+    def parent_array(self) -> NDArray[np.int32]:
+        """int32 [R], `parents` as an array."""
+        return np.array(self.parents, np.int32)
+
+    @cached_property
+    def offset_array(self) -> NDArray[np.int32]:
+        """int32 [B + 1], `offsets` as an array."""
+        return np.array(self.offsets, np.int32)
 
     @cached_property
     def row_session(self) -> Tensor:

@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from specla.kernels.topology import Topology
+import numpy as np
+from numpy.typing import NDArray
+
+from specla.kernels.jit import compiled
+from specla.kernels.tree import TreeBatch
 from specla.rpc.errors import InvalidRequestError
 
-_ROOT = (0,)
+Ints = NDArray[np.int32]
 
 
 class FinishReason(Enum):
@@ -69,65 +74,77 @@ class Stopping:
             return Finish(FinishReason.LENGTH)
         return None
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return self.stop_ids if self.ignore_eos else self.stop_ids | self.eos_ids
 
-class Acceptance(NamedTuple):
-    """What one session gets out of a pass.
-
-    Attributes:
-        rows: rows whose tokens stand in the text now, root first; the next pass applies their factors.
-        tokens: new tokens in order: the candidates among `rows`, then, unless the text ended before it, the bonus.
-        finish: the end of the text, if the last of `tokens` is that.
-    """
-
-    rows: tuple[int, ...]
-    tokens: tuple[int, ...]
-    finish: Finish | None
-
-    @property
-    def drafted(self) -> tuple[bool, ...]:
-        """For each of `tokens` whether it was a candidate."""
-        accepted = len(self.rows) - 1
-        return (True,) * accepted + (False,) * (len(self.tokens) - accepted)
-
-    @property
-    def accepted_nodes(self) -> tuple[int, ...]:
-        """Indices of the accepted candidates, root to leaf."""
-        return tuple([row - 1 for row in self.rows[1:]]) if len(self.rows) > 1 else ()
+    def cut(self, tokens: Sequence[int], completion_len: int) -> tuple[int, Finish | None]:
+        """How many of these tokens stand in a text whose completion has completion_len before them: up to the first
+        that ends it, and how it does."""
+        for count, token in enumerate(tokens, 1):
+            finish = self.finish_of(token, completion_len + count)
+            if finish is not None:
+                return count, finish
+        return len(tokens), None
 
 
-def accept(
-    topology: Topology,
-    candidates: Sequence[int],
-    sampled: Sequence[int],
-    stopping: Stopping,
-    completion_len: int,
-) -> Acceptance:
-    """Walk from the root to the child that holds the token sampled there, as long as there is one.
+class Walks(NamedTuple):
+    """The ways down the trees of a pass, to be cut where a text ends.
 
     Sampling is a function of (logits, seed, position), so a candidate is accepted exactly where plain decoding would
-    have produced it; its probability under the drafter plays no part. Nothing beyond the end of the text is taken.
+    have produced it; its probability under the drafter plays no part.
+
+    Attributes:
+        firsts: [B + 1], session b's part of the other lists is firsts[b] to firsts[b + 1].
+        rows: of each session the rows that hold the token sampled after the row before, root first.
+        tokens: what was sampled after each of them.
+    """
+
+    firsts: tuple[int, ...]
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def walk_words(rows: int) -> int:
+    """int32 words that `walk` writes at most, of so many rows."""
+    return 1 + 4 * rows
+
+
+def walk(batch: TreeBatch, row_tokens: Ints, sampled: Ints, out: Ints) -> Walks:
+    """Goes from each root to the child that holds the token sampled there, as long as there is one.
 
     Args:
-        topology: N rows, row 0 the root.
-        candidates: N - 1 tokens.
-        sampled: N tokens, the target's choice after each row.
-        stopping: when the text ends.
-        completion_len: tokens of the completion before this pass.
+        batch: the trees, R rows.
+        row_tokens: int32 [R] or more, the rows' own tokens; the roots' are not looked at.
+        sampled: int32 [R] or more, the target's choice after each row.
+        out: int32 [walk_words(R)] or more, overwritten: `firsts`, the length of each session's walk, `rows`, `tokens`.
     """
-    if not candidates:
-        token = sampled[0]
-        return Acceptance(_ROOT, (token,), stopping.finish_of(token, completion_len + 1))
-    row, rows, tokens = 0, [0], []
-    while True:
-        token = int(sampled[row])
-        tokens.append(token)
-        finish = stopping.finish_of(token, completion_len + len(tokens))
-        for child in topology.children[row]:
-            if candidates[child - 1] == token:
-                rows.append(child)
-                break
-        else:
-            child = 0
-        if finish is not None or not child:
-            return Acceptance(tuple(rows), tuple(tokens), finish)
-        row = child
+    end = _walk(batch.parent_array, batch.offset_array, row_tokens, sampled, out)
+    told, first = tuple(out[:end].tolist()), 2 * len(batch.topologies) + 1
+    middle = (first + end) // 2
+    return Walks(told[: (first + 1) // 2], told[first:middle], told[middle:])
+
+
+@compiled
+def _walk(parents: Any, offsets: Any, row_tokens: Any, sampled: Any, out: Any) -> int:
+    """See `walk`; returns how many words were written. A child's row is behind its parent's."""
+    sessions = len(offsets) - 1
+    first = 2 * sessions + 1
+    count = 0
+    for b in range(sessions):
+        out[b] = count
+        row = offsets[b]
+        out[first + count] = 0
+        count += 1
+        for child in range(offsets[b] + 1, offsets[b + 1]):
+            if parents[child] == row and row_tokens[child] == sampled[row]:
+                row = child
+                out[first + count] = child - offsets[b]
+                count += 1
+        out[sessions + 1 + b] = count - out[b]
+    out[sessions] = count
+    for b in range(sessions):
+        for i in range(out[b], out[b + 1]):
+            out[first + count + i] = sampled[offsets[b] + out[first + i]]
+    return first + 2 * count

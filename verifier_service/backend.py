@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.sampling import RowSampling, Sampled
+from specla.kernels.sampling import RowLogprobs
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch
+from specla.verifier_service.acceptance import Walks
+from specla.verifier_service.lineup import Lineup
 
 
 class Chunk(NamedTuple):
@@ -34,8 +35,18 @@ class PassRows(Protocol):
     """What one pass gave, by rows of its batch; valid until the backend's next pass."""
 
     @property
-    def sampled(self) -> Sampled:
-        """The tokens that the rows sampled; waits for them."""
+    def tokens(self) -> NDArray[np.integer[Any]]:
+        """[R], what the rows sampled, FAILED_TOKEN where a row's logits cannot be used; waits for it."""
+
+    @property
+    def walks(self) -> Walks:
+        """The way down each session's tree; waits for the tokens."""
+
+    def error(self, row: int) -> str:
+        """What was wrong with the logits of a row that failed."""
+
+    def logprobs(self, row: int) -> RowLogprobs:
+        """Of the token that a row sampled, for a session that asks for them."""
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """A row's own logits [vocab], before penalties and bans."""
@@ -46,8 +57,9 @@ class PassRows(Protocol):
     def take(self, index: int, rows: Sequence[int]) -> None:
         """These rows of the index-th session's tree, a path from its root, are part of its text now."""
 
-    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
-        """`take` for every session of the pass, in their order; an empty path leaves a session as it was."""
+    def take_walks(self, cut: Mapping[int, int]) -> None:
+        """`take` for every session of the pass: all rows of its walk, or the first few where `cut` says how many. With
+        none a session stays as it was."""
 
 
 class Backend(Protocol):
@@ -84,24 +96,15 @@ class Backend(Protocol):
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Make what passes of such trees need, one a session, before the first comes; nothing where it is made."""
 
-    def run(
-        self,
-        slots: Sequence[int],
-        batch: TreeBatch,
-        row_tokens: Sequence[int],
-        sampling: RowSampling | None,
-        layers: Sequence[int] = (),
-    ) -> PassRows:
-        """Run all rows of a batch through the model, or start them. Stored texts stay as they are until `take`.
+    def run(self, lineup: Lineup, row_tokens: Sequence[int], lengths: Sequence[int]) -> PassRows:
+        """Run all rows of a pass through the model, or start them. Stored texts stay as they are until `take`.
 
         Until then slots may be taken, cleared and given back, the batch's own ones too, and nothing else may be run.
 
         Args:
-            slots: [B], all different.
-            batch: which row follows which.
-            row_tokens: [R].
-            sampling: how the rows sample; None if nobody wants their tokens or logits.
-            layers: whose streams `hidden` will be asked for.
+            lineup: who runs.
+            row_tokens: [R], the rows' own tokens.
+            lengths: [B], of the sessions' texts, their roots included; any if nobody samples.
         """
 
     def usual_chunks(self) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.sampling import RowSampling, Sampled, sample
+from specla.kernels.sampling import RowLogprobs, sample
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch
+from specla.verifier_service.acceptance import Walks, walk, walk_words
 from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.state import PendingPath, StateStore
 from specla.verifier_service.targets.gated_deltanet import PassFactors, TargetWeights, TreePass, prefill_chunk
 from specla.verifier_service.targets.tree_pass import tree_pass
@@ -65,29 +68,21 @@ class CpuBackend:
     def prepare_chunk(self, tokens: int) -> None:
         """Nothing: every chunk runs as it comes."""
 
-    def run(
-        self,
-        slots: Sequence[int],
-        batch: TreeBatch,
-        row_tokens: Sequence[int],
-        sampling: RowSampling | None,
-        layers: Sequence[int] = (),
-    ) -> CpuPassRows:
+    def run(self, lineup: Lineup, row_tokens: Sequence[int], lengths: Sequence[int]) -> CpuPassRows:
         """Commit what these slots wait for, then run the rows."""
-        self._commit(slots)
-        want_logits = sampling is not None or FINAL_NORM in layers
+        self._commit(lineup.slots)
         store = self.store
         out = tree_pass(
             self.weights,
             torch.tensor(row_tokens),
-            batch,
+            lineup.batch,
             store.recurrent_state,
             store.conv_state,
-            slots,
-            want_logits,
+            lineup.slots,
+            lineup.states is not None or FINAL_NORM in lineup.layers,
         )
         self._last_factors = out.factors
-        return CpuPassRows(self, slots, batch, out, sampling)
+        return CpuPassRows(self, lineup, row_tokens, lengths, out)
 
     def goes_together(self, tokens: Sequence[int]) -> bool:
         """One at a time."""
@@ -140,23 +135,37 @@ class CpuPassRows:
     def __init__(
         self,
         backend: CpuBackend,
-        slots: Sequence[int],
-        batch: TreeBatch,
+        lineup: Lineup,
+        row_tokens: Sequence[int],
+        lengths: Sequence[int],
         out: TreePass,
-        sampling: RowSampling | None,
     ) -> None:
         """Samples at once."""
-        self._backend, self._slots, self._batch, self._out = backend, slots, batch, out
-        self._sampled: Sampled | None = None
-        if sampling is not None:
-            assert out.logits is not None
-            self._sampled = sample(out.logits, sampling)
+        self._backend, self._lineup, self._row_tokens, self._out = backend, lineup, row_tokens, out
+        sampling = lineup.sampling(row_tokens, lengths)
+        self._sampled = sample(out.logits, sampling) if sampling is not None and out.logits is not None else None
 
     @property
-    def sampled(self) -> Sampled:
+    def tokens(self) -> NDArray[np.int64]:
         """The tokens that the rows sampled."""
         assert self._sampled is not None, "the pass was run without sampling"
-        return self._sampled
+        return self._sampled.tokens
+
+    @cached_property
+    def walks(self) -> Walks:
+        """The way down each session's tree."""
+        batch, row_tokens = self._lineup.batch, np.array(self._row_tokens, np.int32)
+        return walk(batch, row_tokens, self.tokens.astype(np.int32), np.empty(walk_words(batch.rows), np.int32))
+
+    def error(self, row: int) -> str:
+        """What was wrong with a row's logits."""
+        assert self._sampled is not None, "the pass was run without sampling"
+        return self._sampled.errors[row]
+
+    def logprobs(self, row: int) -> RowLogprobs:
+        """Of the token that a row sampled."""
+        assert self._sampled is not None, "the pass was run without sampling"
+        return self._sampled.logprobs[row]
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """A row's logits."""
@@ -170,11 +179,13 @@ class CpuPassRows:
 
     def take(self, index: int, rows: Sequence[int]) -> None:
         """Note the path; it is applied when the session runs again."""
-        offset = self._batch.offsets[index]
-        self._backend.wait(self._slots[index], self._out.factors, tuple(offset + row for row in rows))
+        offset = self._lineup.batch.offsets[index]
+        self._backend.wait(self._lineup.slots[index], self._out.factors, tuple(offset + row for row in rows))
 
-    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
+    def take_walks(self, cut: Mapping[int, int]) -> None:
         """Likewise."""
-        for index, rows in enumerate(paths):
-            if rows:
-                self.take(index, rows)
+        firsts, rows, _ = self.walks
+        for index, (first, last) in enumerate(pairwise(firsts)):
+            taken = rows[first : first + cut[index]] if index in cut else rows[first:last]
+            if taken:
+                self.take(index, taken)

@@ -24,6 +24,8 @@ class LinkEnds:
 
     def flush_drafters(self) -> None:
         """Wake drafters that have something to read: the next pass may wait for what they make of it."""
+        if not self.drafters:
+            return
         for drafter in self.drafters:
             if drafter.finishing:
                 self._drafts.lose(drafter)

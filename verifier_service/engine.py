@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
@@ -32,8 +32,8 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of
 from specla.verifier_service.features import FeatureRing, FeatureSlice, FeatureWindow
 from specla.verifier_service.inference import without_gradients
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.passes import (
-    EndedPass,
     PassInputs,
     PassItem,
     PassResult,
@@ -188,8 +188,8 @@ class Engine:
         """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
         started = time.perf_counter()
         self._inputs = inputs = inputs_of(items, self.config.max_rows, self._inputs)
-        out = self.backend.run(inputs.slots, inputs.batch, inputs.row_tokens, inputs.sampling, inputs.layers)
-        return RunningPass(items, inputs.batch, out, started)
+        _, lineup, row_tokens, lengths = inputs
+        return RunningPass(items, lineup.batch, self.backend.run(lineup, row_tokens, lengths), started)
 
     @without_gradients
     def end_pass(self, running: RunningPass) -> list[PassResult]:
@@ -202,14 +202,9 @@ class Engine:
             A result an item, in their order.
         """
         items, batch, out, started = running
-        sampled = out.sampled  # waits
-        ended = EndedPass(out, sampled.tokens.tolist(), sampled.errors, time.perf_counter() - started)
-        results, paths = list[PassResult](), list[Sequence[int]]()
-        for item, offset in zip(items, batch.offsets, strict=False):  # the last offset is the end
-            result, path = conclude(item, offset, ended)
-            results.append(result)
-            paths.append(path)
-        out.take_all(paths)
+        walks = out.walks  # waits
+        results, cut = conclude(items, batch, out, walks, time.perf_counter() - started)
+        out.take_walks(cut)
         return results
 
     def features(self, session: Session, from_position: int, to_position: int) -> FeatureSlice:
@@ -258,16 +253,9 @@ class Engine:
             assert slot is not None
             for start in range(0, len(text), rows):
                 tokens = text[start : start + rows]
-                batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
-                sampling = RowSampling(
-                    sessions=[session.sampling_state],
-                    row_session=[0] * len(tokens),
-                    positions=range(start + 1, start + 1 + len(tokens)),
-                    parent_row=batch.parents,
-                    row_tokens=tokens,
-                )
-                out = self.backend.run([slot], batch, tokens, sampling)
-                for row, token in enumerate(out.sampled.tokens.tolist()):
+                chain = Topology.from_wire(range(-1, len(tokens) - 2))
+                out = self.backend.run(Lineup([slot], pack([chain]), [session.sampling_state]), tokens, [start + 1])
+                for row, token in enumerate(out.tokens.tolist()):
                     second, first = np.partition(out.logits(row), -2)[-2:]
                     found.append(GreedyChoice(token, float(first - second)))
                 out.take(0, range(len(tokens)))

@@ -26,6 +26,8 @@ class Mailbox:
 
     def take(self) -> list[Work]:
         """All that was posted since the last call."""
+        if not self._work:
+            return []
         with self._has_work:
             work, self._work = self._work, []
         return [each for each, _ in work]

@@ -173,7 +173,7 @@ class PassRunner:
                 raise not_of_pass from fault
             return
         ended = self._clock()
-        sessions, nodes = len(parts), sum(len(part.kept) for part in parts)
+        sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
         observed = sessions + nodes, sessions, ended - started
         counted_s: float | None = None
         for part, result in zip(parts, results, strict=True):

@@ -1,15 +1,16 @@
 """What a session brings to a pass and what it takes away: the functions before and behind the forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, RowSampling, row_logprobs
+from specla.kernels.sampling import FAILED_TOKEN, RowLogprobs, row_logprobs
 from specla.kernels.topology import Topology
 from specla.kernels.tree import TreeBatch, pack
 from specla.rpc.errors import InternalError, SessionCancelledError, SpeclaError
-from specla.verifier_service.acceptance import Finish, accept
+from specla.verifier_service.acceptance import Finish, Walks
 from specla.verifier_service.backend import PassRows
-from specla.verifier_service.prefilling import move_on
+from specla.verifier_service.lineup import Lineup
+from specla.verifier_service.prefilling import record_rows
 from specla.verifier_service.session import Session
 
 _RELEASED = SessionCancelledError("the session was released while its pass ran")
@@ -46,9 +47,8 @@ class PassResult(NamedTuple):
     Attributes:
         session: whose it is.
         base_len: committed length before the pass; the first of `tokens` has this position.
-        accepted_nodes: indices of the accepted candidates, root to leaf, no further than the end of the text.
+        rows: rows of its tree whose tokens stand in the text now, root to leaf, no further than the end of the text.
         tokens: new tokens: accepted candidates, then the bonus token; cut at the end of the text.
-        drafted: for each of `tokens` whether it was a candidate.
         finish: the end of the text, if it was reached.
         logprobs: for each of `tokens`, if the session's sampling asks for them.
         top: for each of `tokens`, if the item asked for them.
@@ -58,28 +58,35 @@ class PassResult(NamedTuple):
 
     session: Session
     base_len: int
-    accepted_nodes: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    drafted: tuple[bool, ...] = ()
     finish: Finish | None = None
     logprobs: tuple[RowLogprobs, ...] | None = None
     top: tuple[RowLogprobs, ...] | None = None
     error: SpeclaError | None = None
     seconds: float = 0.0
 
+    @property
+    def accepted_nodes(self) -> tuple[int, ...]:
+        """Indices of the accepted candidates, root to leaf."""
+        return tuple([row - 1 for row in self.rows[1:]])
+
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """For each of `tokens` whether it was a candidate."""
+        accepted = max(0, len(self.rows) - 1)
+        return (True,) * accepted + (False,) * (len(self.tokens) - accepted)
+
 
 class PassInputs(NamedTuple):
-    """What a backend is given of a pass's items."""
+    """What a backend is given of a pass's items, and whose they are."""
 
     sessions: list[Session]
-    slots: list[int]
-    """[B]."""
-    batch: TreeBatch
+    lineup: Lineup
     row_tokens: list[int]
     """[R], the rows' own tokens."""
-    sampling: RowSampling
-    layers: list[int]
-    """Whose streams some session keeps."""
+    lengths: list[int]
+    """[B], of the sessions' texts."""
 
 
 def inputs_of(items: Sequence[PassItem], max_rows: int, before: PassInputs | None = None) -> PassInputs:
@@ -87,69 +94,74 @@ def inputs_of(items: Sequence[PassItem], max_rows: int, before: PassInputs | Non
 
     Anything wrong here is a fault of the caller.
     """
-    sessions, batch = [item.session for item in items], pack([item.topology for item in items])
-    if before is not None and before.batch is batch and before.sessions == sessions:
-        slots, states, layers = before.slots, before.sampling.sessions, before.layers
-    else:
-        assert max(map(len, batch.topologies)) <= max_rows, "more rows than max_rows"
-        assert len(set(sessions)) == len(sessions), "a pass takes each session once"
-        slots = [session.slot for session in sessions if session.slot is not None]
-        states = [session.sampling_state for session in sessions]
-        rings = [session.feature_ring for session in sessions if session.feature_ring is not None]
-        layers = sorted({layer for ring in rings for layer in ring.spec.layers})
-    row_tokens, lengths = list[int](), list[int]()
+    sessions: list[Session] = []
+    topologies: list[Topology] = []
+    row_tokens: list[int] = []
+    lengths: list[int] = []
     for session, topology, tokens, _ in items:
         assert session.ready, "a session in a pass must be ready"
         assert len(tokens) + 1 == len(topology.parent_rows), "one token a candidate"
-        row_tokens.append(session.tokens[-1])
+        sessions.append(session)
+        topologies.append(topology)
+        text = session.tokens
+        row_tokens.append(text[-1])
         row_tokens += tokens
-        lengths.append(len(session.tokens))
-    parents = () if batch.roots_only else batch.parents
-    sampling = RowSampling(states, batch.row_sessions, batch.positions(lengths), parents, row_tokens)
-    return PassInputs(sessions, slots, batch, row_tokens, sampling, layers)
+        lengths.append(len(text))
+    batch = pack(topologies)
+    if before is not None and before.lineup.batch is batch and before.sessions == sessions:
+        return PassInputs(sessions, before.lineup, row_tokens, lengths)
+    assert max(map(len, topologies)) <= max_rows, "more rows than max_rows"
+    assert len(set(sessions)) == len(sessions), "a pass takes each session once"
+    slots = [session.slot for session in sessions if session.slot is not None]
+    rings = [session.feature_ring for session in sessions if session.feature_ring is not None]
+    layers = sorted({layer for ring in rings for layer in ring.spec.layers})
+    lineup = Lineup(slots, batch, [session.sampling_state for session in sessions], layers)
+    return PassInputs(sessions, lineup, row_tokens, lengths)
 
 
-class EndedPass(NamedTuple):
-    """What all rows of a pass gave; see `Sampled`."""
-
-    out: PassRows
-    tokens: Sequence[int]
-    errors: Mapping[int, str]
-    seconds: float
-
-
-def conclude(item: PassItem, offset: int, ended: EndedPass) -> tuple[PassResult, Sequence[int]]:
-    """Accept an item's tokens, whose rows begin at `offset` of the batch, and move its session on: the only place where
-    a pass changes a session.
+def conclude(
+    items: Sequence[PassItem], batch: TreeBatch, out: PassRows, walks: Walks, seconds: float
+) -> tuple[list[PassResult], dict[int, int]]:
+    """Accept what was sampled down each item's tree and move its session on: the only place where a pass changes a
+    session. The next pass waits for this.
 
     Returns:
-        The result, and the rows of the item that are part of the text now. There are none where the session was
-        released meanwhile or the way down its tree met unusable logits.
+        A result an item, and how many rows of a walk are part of the text, for the items where not all are: the text
+        has ended, or, with none at all, the session was released meanwhile or its walk met unusable logits.
     """
-    session, topology, candidates, top_k = item
-    base_len = len(session.tokens)
-    if session.slot is None:
-        return PassResult(session, base_len, error=_RELEASED, seconds=ended.seconds), ()
-    own = ended.tokens[offset : offset + len(candidates) + 1]
-    acceptance = accept(topology, candidates, own, session.stopping, base_len - session.prompt_len)
-    rows, tokens, finish = acceptance
-    if tokens[-1] == FAILED_TOKEN:
-        reason = ended.errors[offset + rows[-1]]
-        error = InternalError(f"the target gave no usable logits: {reason}", hint="Other sessions are not affected")
-        return PassResult(session, base_len, error=error, seconds=ended.seconds), ()
-    logprobs = top = None
-    if top_k or session.sampling_state.params.top_logprobs is not None:
-        of_batch = [offset + row for row in rows[: len(tokens)]]  # token i was sampled after row i of the walk
-        logprobs, top = _logprobs(item, of_batch, tokens, ended.out)
-    result = PassResult(
-        session, base_len, acceptance.accepted_nodes, tokens, acceptance.drafted, finish, logprobs, top, None,
-        ended.seconds,
-    )  # fmt: skip
-    move_on(session, ended.out, offset, rows)
-    session.tokens += tokens
-    session.sampling_state.extend(tokens)
-    session.finish = finish
-    return result, rows
+    firsts, all_rows, all_tokens = walks
+    results: list[PassResult] = []
+    cut: dict[int, int] = {}
+    for index, ((session, _, _, top_k), first, last) in enumerate(zip(items, firsts, firsts[1:], strict=False)):
+        rows, tokens, base_len, finish = all_rows[first:last], all_tokens[first:last], len(session.tokens), None
+        stopping, sampling = session.stopping, session.sampling_state
+        done = base_len - session.prompt_len
+        if done + last - first >= stopping.max_tokens or not stopping.ends.isdisjoint(tokens):
+            count, finish = stopping.cut(tokens, done)
+            rows, tokens = rows[: count + 1], tokens[:count]  # with the last token's own row, if it has one
+            cut[index] = len(rows)
+        if session.slot is None or tokens[-1] == FAILED_TOKEN:
+            error = _RELEASED if session.slot is None else _unusable(out.error(batch.offsets[index] + rows[-1]))
+            results.append(PassResult(session, base_len, error=error, seconds=seconds))
+            cut[index] = 0
+            continue
+        logprobs = top = None
+        if top_k or sampling.params.top_logprobs is not None:
+            logprobs, top = _logprobs(
+                items[index], [batch.offsets[index] + row for row in rows[: len(tokens)]], tokens, out
+            )
+        results.append(PassResult(session, base_len, rows, tokens, finish, logprobs, top, None, seconds))
+        session.run_len += len(rows)
+        if session.feature_ring is not None:
+            record_rows(session.feature_ring, out, batch.offsets[index], rows)
+        session.tokens += tokens
+        sampling.extend(tokens)
+        session.finish = finish
+    return results, cut
+
+
+def _unusable(reason: str) -> InternalError:
+    return InternalError(f"the target gave no usable logits: {reason}", hint="Other sessions are not affected")
 
 
 _Entries = tuple[RowLogprobs, ...]
@@ -161,7 +173,7 @@ def _logprobs(
     """Of tokens sampled after these rows: those that the session's sampling asks for, and those that the item does."""
     logprobs = top = None
     if item.session.sampling_state.params.top_logprobs is not None:
-        logprobs = tuple(out.sampled.logprobs[row] for row in rows)
+        logprobs = tuple(out.logprobs(row) for row in rows)
     if item.top_k:
         top = tuple(row_logprobs(out.logits(row), token, item.top_k) for row, token in zip(rows, tokens, strict=True))
     return logprobs, top

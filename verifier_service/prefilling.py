@@ -11,6 +11,8 @@ from typing import NamedTuple
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service.backend import Backend, Chunk, PassRows, RunningChunks
+from specla.verifier_service.features import FeatureRing
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.session import Session
 
 
@@ -61,8 +63,8 @@ def begin(backend: Backend, sessions: Sequence[Session], chunk_tokens: int) -> R
     if not pieces[0].chunked:
         tokens, slot = pieces[0].tokens, pieces[0].session.slot
         assert slot is not None
-        batch = pack([Topology.from_wire(range(-1, len(tokens) - 2))])
-        return RunningPrefill(pieces[:1], backend.run([slot], batch, tokens, None, pieces[0].layers), None)
+        lineup = Lineup([slot], pack([Topology.from_wire(range(-1, len(tokens) - 2))]), layers=pieces[0].layers)
+        return RunningPrefill(pieces[:1], backend.run(lineup, tokens, [0]), None)
     taken = pieces[:1]
     for piece in pieces[1:]:
         if piece.chunked and backend.goes_together([x.stop - x.start for x in (*taken, piece)]):
@@ -78,10 +80,12 @@ def end(running: RunningPrefill) -> int:
     """Wait, and move the sessions on; those released meanwhile stay as they are. Returns how many tokens have run."""
     if running.chain is not None:
         (piece,) = running.pieces
-        if piece.session.slot is not None:
-            rows = range(piece.stop - piece.start)
+        session, rows = piece.session, range(piece.stop - piece.start)
+        if session.slot is not None:
             running.chain.take(0, rows)
-            move_on(piece.session, running.chain, 0, rows)
+            session.run_len += len(rows)
+            if session.feature_ring is not None:
+                record_rows(session.feature_ring, running.chain, 0, rows)
         return piece.stop - piece.start
     assert running.chunks is not None
     for piece, streams in zip(running.pieces, running.chunks.wait(), strict=True):
@@ -96,10 +100,7 @@ def end(running: RunningPrefill) -> int:
     return sum(piece.stop - piece.start for piece in running.pieces)
 
 
-def move_on(session: Session, out: PassRows, offset: int, rows: Sequence[int]) -> None:
-    """These rows of the session's tree of a pass, which begins at `offset`, are part of its text now."""
-    session.run_len += len(rows)
-    ring = session.feature_ring
-    if ring is not None:
-        of_batch = [offset + row for row in rows]
-        ring.record([out.hidden(layer, of_batch) for layer in ring.spec.layers])
+def record_rows(ring: FeatureRing, out: PassRows, offset: int, rows: Sequence[int]) -> None:
+    """Keep the streams of these rows of a session's tree, which begins at `offset` of its pass."""
+    of_batch = [offset + row for row in rows]
+    ring.record([out.hidden(layer, of_batch) for layer in ring.spec.layers])

@@ -8,13 +8,14 @@ from numpy.typing import NDArray
 
 from specla.kernels.dense import DenseError, verify_row_independence
 from specla.kernels.exactness import InexactBuildError, check_exactness
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.rpc.errors import InternalError
 from specla.verifier_service.backend import Backend, PassRows
 from specla.verifier_service.cpu_backend import CpuBackend
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.gated_deltanet import TargetWeights
 
@@ -109,15 +110,8 @@ def _run(
     backend: Backend, vocab_size: int, slots: Sequence[int], trees: Sequence[Topology], tokens: Sequence[int]
 ) -> PassRows:
     """One pass whose rows all sample."""
-    batch = pack(trees)
-    sampling = RowSampling(
-        sessions=[SessionSampling(SamplingParams(temperature=0.0), vocab_size) for _ in slots],
-        row_session=[index for index, tree in enumerate(trees) for _ in range(len(tree))],
-        positions=batch.depths,
-        parent_row=() if batch.roots_only else batch.parents,
-        row_tokens=tokens,
-    )
-    return backend.run(slots, batch, tokens, sampling)
+    states = [SessionSampling(SamplingParams(temperature=0.0), vocab_size) for _ in slots]
+    return backend.run(Lineup(slots, pack(trees), states), tokens, [0] * len(slots))
 
 
 def _same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:

@@ -8,12 +8,13 @@ import torch
 
 from specla.benchmarks.target_pass.model import RandomTensors
 from specla.kernels.gpu.selector import Mode, Selector
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 
 TOKENS = 24
 _TOLERANCE = 0.1  # of the logits' size: activations in bfloat16 through 24 layers of random weights
@@ -72,14 +73,8 @@ def _logits(weights: GpuWeights, backend: GpuBackend, sizes: Sequence[int]) -> t
         batch = pack([other, chain] if beside else [chain])
         tokens = ([1] * len(other) if beside else []) + text[at : at + size]
         greedy = SessionSampling(SamplingParams(temperature=0.0), vocab)
-        sampling = RowSampling(
-            sessions=[greedy] * batch.sessions,
-            row_session=batch.row_session.tolist(),
-            positions=list(batch.depths),
-            parent_row=batch.parents,
-            row_tokens=tokens,
-        )
-        out = backend.run([second, first] if beside else [first], batch, tokens, sampling)
+        slots = [second, first] if beside else [first]
+        out = backend.run(Lineup(slots, batch, [greedy] * len(slots)), tokens, [0] * len(slots))
         offset = batch.offsets[-2]
         found.append(torch.stack([torch.from_numpy(out.logits(offset + row)) for row in range(size)]))
         out.take(batch.sessions - 1, range(size))

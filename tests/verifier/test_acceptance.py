@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specla.kernels import reference
-from specla.kernels.sampling import RowSampling, SessionSampling, sample
+from specla.kernels.sampling import FAILED_TOKEN, RowSampling, SessionSampling, sample
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
+from specla.kernels.tree import pack
 from specla.rpc.errors import InvalidRequestError
-from specla.verifier_service.acceptance import Finish, FinishReason, Stopping, accept
+from specla.verifier_service.acceptance import Finish, FinishReason, Stopping, walk, walk_words
 from specla.verifier_service.passes import PassItem
 
-ENDLESS = Stopping(max_tokens=1 << 30)
 SEEDS = 20_000
 
 
@@ -41,36 +42,52 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return parents, tokens, draw(st.lists(st.integers(0, 5), min_size=len(tokens) + 1, max_size=len(tokens) + 1))
 
 
-@given(trees())
-def test_walk_against_the_reference(tree: tuple[list[int], list[int], list[int]]) -> None:
-    parents, tokens, sampled = tree
-    found = accept(Topology.from_wire(parents, tokens), tokens, sampled, ENDLESS, 0)
-    rows = [-1, *(p + 1 for p in parents)]
-    wanted = reference.accept(rows, [-1, *tokens], sampled)
-    assert list(found.rows) == wanted.rows
-    assert found.tokens[-1] == wanted.bonus_token
-    assert found.tokens[:-1] == tuple(tokens[node] for node in found.accepted_nodes)
-    assert found.drafted == (True,) * len(found.accepted_nodes) + (False,)
+Tree = tuple[list[int], list[int], list[int]]
 
 
-@given(trees(), st.integers(1, 6), st.sets(st.integers(0, 5), max_size=2), st.booleans())
-def test_ends_of_text_cut_the_walk(
-    tree: tuple[list[int], list[int], list[int]], max_tokens: int, stop_ids: set[int], ignore_eos: bool
+def walks(trees: Sequence[Tree]) -> list[tuple[list[int], list[int]]]:
+    """Of trees of one pass the rows and tokens of each one's walk."""
+    batch = pack([Topology.from_wire(parents, tokens) for parents, tokens, _ in trees])
+    rows = [row for _, tokens, _ in trees for row in (-7, *tokens)]
+    sampled = [token for tree in trees for token in tree[2]]
+    out = np.full(walk_words(batch.rows), -9, np.int32)
+    found = walk(batch, np.array(rows, np.int32), np.array(sampled, np.int32), out)
+    assert found.firsts[0] == 0
+    assert found.firsts[-1] == len(found.rows) == len(found.tokens)
+    assert out[len(trees) + 1 :][: len(trees)].tolist() == np.diff(found.firsts).tolist()
+    return [(list(found.rows[a:b]), list(found.tokens[a:b])) for a, b in pairwise(found.firsts)]
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_walks_against_the_reference(of_pass: list[Tree]) -> None:
+    for (parents, tokens, sampled), (rows, found) in zip(of_pass, walks(of_pass), strict=True):
+        wanted = reference.accept([-1, *(p + 1 for p in parents)], [-1, *tokens], sampled)
+        assert rows == wanted.rows
+        assert found == [*(tokens[row - 1] for row in rows[1:]), wanted.bonus_token]
+
+
+def test_a_row_that_failed_ends_its_walk() -> None:
+    failed = ([-1, 0], [3, 4], [3, FAILED_TOKEN, 4])
+    assert walks([failed, failed]) == [([0, 1], [3, FAILED_TOKEN])] * 2
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.sets(st.integers(0, 5), max_size=2),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_the_first_token_that_ends_a_text(
+    tokens: list[int], max_tokens: int, stop_ids: set[int], ignore_eos: bool, completion_len: int
 ) -> None:
-    parents, tokens, sampled = tree
-    topology = Topology.from_wire(parents, tokens)
     stopping = Stopping(
         max_tokens=max_tokens, stop_ids=frozenset(stop_ids), ignore_eos=ignore_eos, eos_ids=frozenset({5})
     )
-    whole = accept(topology, tokens, sampled, ENDLESS, 0)
-    cut = accept(topology, tokens, sampled, stopping, 0)
-    assert cut.tokens == whole.tokens[: len(cut.tokens)]
-    ends = [stopping.finish_of(token, i + 1) for i, token in enumerate(whole.tokens)]
-    first = next((i for i, end in enumerate(ends) if end is not None), None)
-    assert cut.finish == (None if first is None else ends[first])
-    assert len(cut.tokens) == (len(whole.tokens) if first is None else first + 1)
-    assert len(cut.drafted) == len(cut.tokens)
-    assert sum(cut.drafted) == len(cut.accepted_nodes) <= len(cut.tokens)
+    ends = [stopping.finish_of(token, completion_len + i) for i, token in enumerate(tokens, 1)]
+    wanted = next(((i, end) for i, end in enumerate(ends, 1) if end is not None), (len(tokens), None))
+    assert stopping.cut(tokens, completion_len) == wanted
+    assert (wanted[1] is None) == (stopping.ends.isdisjoint(tokens) and completion_len + len(tokens) < max_tokens)
 
 
 def test_reasons_and_their_precedence() -> None:
@@ -119,12 +136,14 @@ Pairs = Counter[tuple[int, ...]]
 def committed(tree: tuple[Topology, list[int], NDArray[np.float32]], temperature: float) -> Pairs:
     """The first two tokens that the pass commits, or the one if it commits no more, for every seed."""
     topology, tokens, logits = tree
+    parents = [row - 1 for row in topology.parent_rows[1:]]
     found: Pairs = Counter()
     for seed in range(SEEDS):
         session = SessionSampling(SamplingParams(temperature=temperature, seed=seed), logits.shape[1])
         rows = RowSampling([session], [0, 0, 0], [20, 21, 21], topology.parent_rows, [0, *tokens])
         sampled = sample(logits, rows).tokens.tolist()
-        found[accept(topology, tokens, sampled, ENDLESS, 0).tokens[:2]] += 1
+        ((_, walked),) = walks([(parents, tokens, sampled)])
+        found[tuple(walked[:2])] += 1
     return found
 
 

@@ -18,6 +18,7 @@ from specla.rpc.errors import InternalError
 from specla.verifier_service.cpu_backend import CpuBackend, CpuPassRows
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.self_check import prove_exact, prove_passes
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets import compiled_pass, torch_pass
@@ -73,10 +74,10 @@ def test_a_commit_of_other_bits_is_found(tiny_target: Path, monkeypatch: pytest.
 class SpoilsCompany(CpuBackend):
     """Bits of a session's rows depend on the sessions before it."""
 
-    def run(self, slots: Sequence[int], *how: Any, **more: Any) -> CpuPassRows:
-        out = super().run(slots, *how, **more)
+    def run(self, lineup: Lineup, *how: Any, **more: Any) -> CpuPassRows:
+        out = super().run(lineup, *how, **more)
         assert out._out.logits is not None
-        out._out.logits[-1, 0] += 2.0**-20 * (len(slots) - 1)
+        out._out.logits[-1, 0] += 2.0**-20 * (len(lineup.slots) - 1)
         return out
 
 

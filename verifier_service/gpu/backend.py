@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specla.kernels.gpu.adjusting import LogitEntries
+from specla.kernels.gpu.adjusting import NO_CHANGES, LogitEntries
 from specla.kernels.gpu.product import product
 from specla.kernels.gpu.selector import LayerShape, Mode, Selector
-from specla.kernels.sampling import RowLogprobs, RowSampling, Sampled, check_row, row_logprobs
+from specla.kernels.sampling import RowLogprobs, check_row, row_logprobs
 from specla.kernels.topology import Topology
-from specla.kernels.tree import TreeBatch
+from specla.verifier_service.acceptance import Walks
 from specla.verifier_service.backend import Chunk
 from specla.verifier_service.features import FINAL_NORM
 from specla.verifier_service.gpu.buckets import (
@@ -33,6 +33,7 @@ from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.prefill import LaunchedChunks, Prefill
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 
 _BATCHES = 1024  # batches of trees for which it is remembered what they run on
 _MOST_KEEPING = 64  # captured passes that keep streams: which layers, and so how many kinds, is for clients to say
@@ -85,6 +86,9 @@ class GpuBackend:
         self._prefill = Prefill(weights, self.store, prefill_chunk, self._arena, self._memory_of_graphs)
         most_entries = min(MOST_ENTRIES, slots * config.vocab_size)
         self._entries = LogitEntries(largest.rows, config.vocab_size, most_entries, device)
+        self._changes_stand = False
+        self._lineup: Lineup | None = None
+        self._run: PassRun | None = None
         self._run_for = lru_cache(maxsize=_BATCHES)(self._find_run)
         self._runs: dict[PassKey, PassRun] = {}
 
@@ -105,25 +109,21 @@ class GpuBackend:
         """Give a slot back."""
         self.store.release(slot)
 
-    def run(
-        self,
-        slots: Sequence[int],
-        batch: TreeBatch,
-        row_tokens: Sequence[int],
-        sampling: RowSampling | None,
-        layers: Sequence[int] = (),
-    ) -> GpuPassRows:
+    def run(self, lineup: Lineup, row_tokens: Sequence[int], lengths: Sequence[int]) -> GpuPassRows:
         """Run all rows; the sessions' earlier factors are committed on the way."""
-        run, pools = self._run_for(batch.topologies, sampling is not None, tuple(layers)), self.store.in_use
-        inputs, chosen = run.buffers, _slots_of(tuple(slots))
-        if not inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING):
-            self.store.write_states([slot for slot in slots if len(pools.slots[slot].pending) > MOST_PENDING])
-            inputs.batch.put(batch.topologies, chosen, pools, MOST_PENDING)
-        inputs.put_tokens(row_tokens)
-        changes = inputs.put_sampling(sampling) if sampling is not None else None
-        run.launch(changes)
-        inputs.batch.stored(pools)
-        return GpuPassRows(self, run, chosen, sampling, adjusted=changes is not None and changes.any)
+        if lineup is not self._lineup or self._run is None:
+            self._run = self._run_for(lineup.batch.topologies, lineup.states is not None, tuple(lineup.layers))
+            self._lineup = lineup
+        run, store = self._run, self.store
+        changes = run.host.put(lineup, row_tokens, lengths)
+        if changes is None:
+            store.write_states([slot for slot in lineup.slots if len(store.rows[slot].pending) > MOST_PENDING])
+            changes = run.host.put(lineup, row_tokens, lengths)
+            assert changes is not None, "states were written"
+        run.launch(None if changes is NO_CHANGES and not self._changes_stand else changes)
+        self._changes_stand = changes.any
+        run.buffers.batch.stored(store.in_use)
+        return GpuPassRows(self, run, lineup, adjusted=changes.any)
 
     def goes_together(self, tokens: Sequence[int]) -> bool:
         """As many as a chunk has rows for, where products are the same in company."""
@@ -184,14 +184,8 @@ class GpuBackend:
         keeping = [key for key in self._runs if key.layers]
         if len(keeping) >= _MOST_KEEPING:
             self._run_for.cache_clear()
+            self._run = None
             self._runs.pop(keeping[0]).wait()  # its pinned memory may be on its way to the device
-
-
-@lru_cache(maxsize=_BATCHES)
-def _slots_of(slots: tuple[int, ...]) -> NDArray[np.int32]:
-    found = np.array(slots, np.int32)
-    found.setflags(write=False)
-    return found
 
 
 class GpuPassRows:
@@ -201,38 +195,38 @@ class GpuPassRows:
         self,
         backend: GpuBackend,
         run: PassRun,
-        slots: NDArray[np.int32],
-        sampling: RowSampling | None,
+        lineup: Lineup,
         *,
         adjusted: bool,
     ) -> None:
         """While the rows run; `adjusted` says whether logits are changed before rows sample."""
-        self._backend, self._run, self._buffers, self._slots = backend, run, run.buffers, slots
-        self._sampling, self._adjusted = sampling, adjusted
-        self._sampled: Sampled | None = None
-
-    def _read(self, sampling: RowSampling) -> Sampled:
-        self._run.wait()
-        tokens, failed = self._buffers.results()
-        errors = {
-            int(row): check_row(self.logits(int(row))) or "every token has been ruled out"
-            for row in (failed.nonzero()[0] if np.count_nonzero(failed) else ())
-        }
-        logprobs: dict[int, RowLogprobs] = {}
-        if self._buffers.want_logprobs:
-            for row, index in enumerate(sampling.row_session):
-                count = sampling.sessions[index].params.top_logprobs
-                if count is not None and tokens[row] >= 0:
-                    logprobs[row] = row_logprobs(self.logits(row), int(tokens[row]), count)
-        return Sampled(tokens, errors, logprobs)
+        self._backend, self._run, self._buffers, self._lineup = backend, run, run.buffers, lineup
+        self._adjusted = adjusted
 
     @property
-    def sampled(self) -> Sampled:
+    def tokens(self) -> NDArray[np.int64]:
         """The tokens that the rows sampled."""
-        if self._sampled is None:
-            assert self._sampling is not None, "the pass was run without sampling"
-            self._sampled = self._read(self._sampling)
-        return self._sampled
+        self._run.wait()
+        tokens, _ = self._buffers.results()
+        return tokens
+
+    @property
+    def walks(self) -> Walks:
+        """The way down each session's tree."""
+        self._run.wait()
+        return self._run.host.walks(self._lineup.batch)
+
+    def error(self, row: int) -> str:
+        """What was wrong with a row's logits."""
+        return check_row(self.logits(row)) or "every token has been ruled out"
+
+    def logprobs(self, row: int) -> RowLogprobs:
+        """Of the token that a row sampled."""
+        states = self._lineup.states
+        assert states is not None, "the pass was run without sampling"
+        count = states[self._lineup.batch.row_sessions[row]].params.top_logprobs
+        assert count is not None, "its session asks for none"
+        return row_logprobs(self.logits(row), int(self.tokens[row]), count)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """A row's logits, before penalties: where those have changed them, or other rows' have taken their place, the
@@ -254,8 +248,8 @@ class GpuPassRows:
 
     def take(self, index: int, rows: Sequence[int]) -> None:
         """The rows' factors stay in the pool until the session's next pass commits them."""
-        self._backend.store.in_use.accept(self._slots[index : index + 1], [rows])
+        self._backend.store.in_use.accept(self._run.host.slots[index : index + 1], [rows])
 
-    def take_all(self, paths: Sequence[Sequence[int]]) -> None:
+    def take_walks(self, cut: Mapping[int, int]) -> None:
         """Likewise."""
-        self._backend.store.in_use.accept(self._slots, paths)
+        self._run.host.take_walks(cut)

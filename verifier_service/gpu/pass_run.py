@@ -15,6 +15,7 @@ from specla.kernels.gpu.selector import Choice
 from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.capture import captured
 from specla.verifier_service.gpu.forward import run_head, run_rows, sample_rows, verify_of
+from specla.verifier_service.gpu.host_side import HostSide
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -47,6 +48,7 @@ class PassRun:
 
     Attributes:
         buffers: what the launches read and write.
+        host: fills their inputs and reads their results.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PassRun:
         self.buffers = PassBuffers(
             weights.config, weights.dtype, key.bucket, arena, entries, layers=key.layers, serial=key.serial
         )
+        self.host = HostSide(self.buffers, store.in_use)
         self._verify = verify_of(key.choice, self.buffers)
         self._graph = self._captured(pool) if weights.device.type == "cuda" else None
         self._done = torch.cuda.Event() if self._graph is not None else None

@@ -14,7 +14,7 @@ from tree_cases import chain, random_tree
 
 from specla.kernels.gpu.factor_pool import PoolTable
 from specla.kernels.gpu.selector import Selector
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
@@ -26,6 +26,7 @@ from specla.verifier_service.gpu import backend as gpu_backend
 from specla.verifier_service.gpu import buffers, pass_run
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.passes import PassItem
 from specla.verifier_service.session import Session
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -176,8 +177,7 @@ def test_logits_of_rows_that_are_no_whole_number_of_16_bytes(tiny_target_of: Cal
     backend, batch = backend_of(tiny_target_of(hidden=34)), pack([chain(3)])
     slots, found = [backend.acquire(), backend.acquire()], []
     for slot, params in zip(slots, (GREEDY, replace(GREEDY, repetition_penalty=1.5)), strict=True):
-        sampling = RowSampling([SessionSampling(params, 320, PROMPT)], [0] * 3, [4, 5, 6], batch.parents, PROMPT[:3])
-        out = backend.run([slot], batch, PROMPT[:3], sampling)
+        out = backend.run(Lineup([slot], batch, [SessionSampling(params, 320, PROMPT)]), PROMPT[:3], [4])
         found.append(np.stack([out.logits(row) for row in range(3)]))
     tolerance = 0.0 if torch.cuda.is_available() else 1e-5  # the interpreter's products know how many rows they have
     np.testing.assert_allclose(found[1], found[0], rtol=0.0, atol=tolerance)
@@ -189,13 +189,13 @@ def test_a_pass_that_is_refused_leaves_its_session_as_it_was(tiny_target: Path) 
     slots = [backend.acquire(), backend.acquire()]
     text = [*PROMPT, *PROMPT]  # as many as may be pending: the next pass stores the state
     for slot in slots:
-        backend.run([slot], pack([chain(len(text))]), text, None).take(0, range(len(text)))
+        backend.run(Lineup([slot], pack([chain(len(text))])), text, [0]).take(0, range(len(text)))
     sick, well = (backend.store.rows[slot] for slot in slots)
     with pytest.raises(ValueError, match="samples of 321 ids"):
-        backend.run(slots[:1], pack([Topology.root_only()]), [7], sampling_of(321))
+        backend.run(plain_of(slots[0], 321), [7], [9])
     assert (sick.pending, sick.history) == (well.pending, well.history)
     assert len(sick.pending) == len(text)
-    found = [backend.run([slot], pack([Topology.root_only()]), [7], sampling_of(320)).logits(0) for slot in slots]
+    found = [backend.run(plain_of(slot, 320), [7], [9]).logits(0) for slot in slots]
     assert found[0].tobytes() == found[1].tobytes()
     assert sick.pending == []
 
@@ -239,13 +239,13 @@ def test_a_pass_whose_tokens_do_not_come_is_an_error_once_the_device_was_asked(
 @torch.inference_mode()
 def test_nothing_holds_a_backend_that_is_done(tiny_target: Path) -> None:
     backend = backend_of(tiny_target)
-    backend.run([backend.acquire()], pack([chain(3)]), [1, 2, 3], None, (0,)).take(0, range(3))
+    backend.run(Lineup([backend.acquire()], pack([chain(3)]), layers=(0,)), [1, 2, 3], [0]).take(0, range(3))
     held = [weakref.ref(thing) for thing in (backend, backend.store, *backend._runs.values())]
     del backend
     gc.collect()
     assert [thing() for thing in held] == [None] * 3
 
 
-def sampling_of(vocab_size: int) -> RowSampling:
-    """Of one row."""
-    return RowSampling([SessionSampling(GREEDY, vocab_size)], [0], [9], (), [7])
+def plain_of(slot: int, vocab_size: int) -> Lineup:
+    """Plain decoding of one session."""
+    return Lineup([slot], pack([Topology.root_only()]), [SessionSampling(GREEDY, vocab_size)])

@@ -9,13 +9,14 @@ from tree_cases import random_tree
 
 from specla.benchmarks.target_pass.model import RandomTensors
 from specla.kernels.gpu.selector import Selector
-from specla.kernels.sampling import RowSampling, SessionSampling
+from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service.backend import Chunk
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +49,7 @@ def run_text(weights: GpuWeights, sizes: Sequence[int], company: int, seed: int)
         row_tokens = [rng.randrange(CONFIG.vocab_size) for _ in range(batch.rows)]
         first = batch.offsets[place]
         row_tokens[first : first + len(tree)] = tokens
-        sampling = RowSampling(
-            sessions=[GREEDY] * batch.sessions,
-            row_session=batch.row_session.tolist(),
-            positions=list(batch.depths),
-            parent_row=batch.parents,
-            row_tokens=row_tokens,
-        )
-        out = backend.run(slots, batch, row_tokens, sampling)
+        out = backend.run(Lineup(slots, batch, [GREEDY] * len(slots)), row_tokens, [0] * len(slots))
         found += [torch.from_numpy(out.logits(first + row)) for row in path]
         for index in range(batch.sessions):
             out.take(index, path if index == place else [0])
@@ -104,19 +98,18 @@ def test_chunks_do_not_depend_on_what_runs_between_or_beside(weights: GpuWeights
                 backend.prepare_chunk(tokens)
         own, other, third, fourth = (backend.acquire() for _ in range(4))
         one = pack([Topology.root_only()])
-        sampling = RowSampling([GREEDY], [0], [0], [-1], [5])
         streams = []
         for i, tokens in enumerate((512, 91, 292, 17)):
             parts = [Chunk(own, [(j * j + i) % 640 for j in range(tokens)], layers)]
             if company:
-                out = backend.run([other], one, [5], sampling)
+                out = backend.run(Lineup([other], one, [GREEDY]), [5], [0])
                 out.take(0, [0])
                 parts.append(Chunk(third, [(3 * j) % 640 for j in range(17 + 79 * i)], ()))
                 parts.insert(0, Chunk(fourth, [3] * (5 + i), (-1,)))
             together = backend.goes_together([len(part.tokens) for part in parts])
             found_here = [backend.run_chunks(group).wait() for group in ([parts] if together else [[x] for x in parts])]
             streams += [x for group in found_here for x in group][int(company)]
-        out = backend.run([own], one, [5], sampling)
+        out = backend.run(Lineup([own], one, [GREEDY]), [5], [0])
         state, kept = backend.store.states[:, own].clone(), streams[len(layers) - 1 :: len(layers)] if layers else []
         found.append((torch.from_numpy(out.logits(0)), state, *kept))
     for again in found[1:]:

@@ -27,6 +27,7 @@ from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.forward import run_rows, sample_rows, verify_of
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import prepare
@@ -219,9 +220,9 @@ def decoded(weights: GpuWeights, mode: Mode) -> list[torch.Tensor]:
     backend = GpuBackend(weights, mode, Selector.for_device("NVIDIA H200"), slots=2, max_rows=4)
     greedy = SessionSampling(SamplingParams(temperature=0.0), weights.config.vocab_size)
     slot, token, found, layers = backend.acquire(), 7, [], tuple(range(weights.config.num_hidden_layers))
+    lineup = Lineup([slot], pack([Topology.root_only()]), [greedy], layers)
     for position in range(20):
-        sampling = RowSampling([greedy], [0], [position], [-1], [token])
-        out = backend.run([slot], pack([Topology.root_only()]), [token], sampling, layers)
+        out = backend.run(lineup, [token], [position])
         found += [torch.from_numpy(out.logits(0).copy())]
         found += [out.hidden(layer, [0]) for layer in layers]
         out.take(0, [0])
@@ -238,8 +239,7 @@ def texts_logits(weights: GpuWeights, sizes: Sequence[int]) -> torch.Tensor:
     for size in sizes:
         batch = pack([random_tree(rng, size)])
         tokens = [rng.randrange(vocab) for _ in range(size)]
-        sampling = RowSampling([greedy], [0] * size, list(batch.depths), batch.parents, tokens)
-        out = backend.run([slot], batch, tokens, sampling)
+        out = backend.run(Lineup([slot], batch, [greedy]), tokens, [0])
         found += [torch.from_numpy(out.logits(row).copy()) for row in range(size)]
         out.take(0, [0, 1])  # the first row's first child
     return torch.stack(found)

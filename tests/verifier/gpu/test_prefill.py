@@ -22,6 +22,7 @@ from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.chunk_buffers import prefill_bytes
 from specla.verifier_service.gpu.prefill import Prefill, chunk_sizes
 from specla.verifier_service.gpu.weights import GpuWeights
+from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.passes import PassItem
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -70,7 +71,7 @@ def run_chunk(backend: Backend, slot: int, tokens: Sequence[int], layers: Sequen
 
 def run_chain(backend: Backend, slot: int, tokens: Sequence[int]) -> list[torch.Tensor]:
     rows = range(len(tokens))
-    out = backend.run([slot], pack([chain(len(tokens))]), tokens, None, LAYERS)
+    out = backend.run(Lineup([slot], pack([chain(len(tokens))]), layers=LAYERS), tokens, [0])
     found = [out.hidden(layer, rows) for layer in LAYERS]
     out.take(0, rows)
     return found
