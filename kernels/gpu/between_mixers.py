@@ -17,6 +17,7 @@ that costs more than it saves, and separate launches were faster (docs/decisions
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -29,7 +30,9 @@ from specla.kernels.gpu.norms import check_rows, check_tensor
 from specla.kernels.gpu.one_row import BLOCK, HALF_BLOCK, PLACES, TILE, WARPS, between_mixers_kernel
 from specla.kernels.gpu.product_streamed import on_hopper, ring, streams
 
-_LEAST, _MOST = 256, 2048  # of a row: a thread of norms.py has one run of it
+# Of a row: a thread of norms.py has one run of it, of two numbers or more. Of a single one the square is rounded on its
+# way to another lane, and lanes' sums differ.
+_LEAST, _MOST = 512, 2048
 _REGISTERS = 72  # a thread, so that the mixer's kernels have room beside
 
 
@@ -85,13 +88,16 @@ class DenseRow(NamedTuple):
 
 
 _claims: dict[int, weakref.ref[MeetingPlace]] = {}
+_claiming = threading.Lock()
 
 
 class MeetingPlace:
     """Where the programs of one stream's launches meet.
 
-    All of a launch's programs must run at once, so of two such launches that ran side by side neither might end. One
-    process has one place a device: whoever is given none takes separate launches.
+    All of a launch's programs must run at once, one a multiprocessor, so of two such launches that ran side by side
+    neither might end. One process has one place a device, for one stream: whoever is given none takes separate
+    launches. Processes that share multiprocessors (by MPS) must not have one each, nor may a process have one that
+    can use only some of the multiprocessors that its device reports.
 
     Attributes:
         arrived: int64 [1], how many programs have arrived, ever.
@@ -111,11 +117,12 @@ class MeetingPlace:
         if not on_hopper(device):
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
-        former = _claims.get(index)
-        if former is not None and former() is not None:
-            return None
-        place = cls(width, device)
-        _claims[index] = weakref.ref(place)
+        with _claiming:
+            former = _claims.get(index)
+            if former is not None and former() is not None:
+                return None
+            place = cls(width, device)
+            _claims[index] = weakref.ref(place)
         return place
 
 
@@ -127,15 +134,19 @@ def why_apart(weights: DenseWeights, parts: tuple[int, int]) -> str | None:
         parts: how many parts K of the output and the down-projection are cut into.
     """
     hidden, dtype, device = weights.output.shape[0], weights.output.dtype, weights.output.device
+    if triton.knobs.runtime.interpret:
+        return "the interpreter does not run it"
     if not on_hopper(device):
         return f"{device} is not a GPU of the Hopper generation"
     programs = _programs(device)
     if not _LEAST <= hidden <= _MOST or hidden & (hidden - 1):
         return f"rows of {hidden} are no power of two from {_LEAST} to {_MOST}"
+    if min(parts) < 1 or dtype not in (torch.bfloat16, torch.float16):
+        return f"{parts} parts of K, weights of {dtype}: 16 bits and one part at the least are taken"
     for weight, count in zip(_matrices(weights), (parts[0], 1, parts[1], 1), strict=False):
         outputs, inputs = weight.shape
         if not streams(outputs, inputs, count, dtype) or inputs % (count * BLOCK):
-            return f"a weight {weight.dtype} {list(weight.shape)} in {count} parts of K is not cut into blocks of 128"
+            return f"a weight {list(weight.shape)} in {count} parts of K is not cut into tiles of 64 and blocks of 128"
         if count > 1 and math.ceil(outputs / TILE) * count > programs:
             return f"a weight {list(weight.shape)} in {count} parts of K has more units than {programs} programs"
     if max(hidden, *(w.shape[1] // p for w, p in ((weights.output, parts[0]), (weights.down, parts[1])))) > _MOST:
@@ -171,7 +182,7 @@ def between_mixers(
         ValueError: shapes, dtypes, layout or device do not belong together, or the weights do not take this form (see
             `why_apart`).
     """
-    _check(row, weights, rows, pace)
+    _check(row, weights, rows, place, pace)
     hidden, following = weights.output.shape[0], weights.next_inputs
     sizes = [
         (*weight.shape, parts)
@@ -235,7 +246,7 @@ def _weight_blocks(weight: Tensor, tile: int) -> TensorDescriptor:
     return TensorDescriptor(weight, *by_pairs, [tile // 16, 2, 8, HALF_BLOCK], ring(4))
 
 
-def _check(row: DenseRow, weights: DenseWeights, rows: Tensor, pace: Pace) -> None:
+def _check(row: DenseRow, weights: DenseWeights, rows: Tensor, place: MeetingPlace, pace: Pace) -> None:
     """Raises ValueError as `between_mixers` says."""
     device, dtype, single = row.stream.device, weights.output.dtype, (torch.float32,)
     hidden, values = weights.output.shape
@@ -256,12 +267,13 @@ def _check(row: DenseRow, weights: DenseWeights, rows: Tensor, pace: Pace) -> No
         check_tensor("next_inputs", weights.next_inputs, (weights.next_inputs.shape[0], hidden), (dtype,), device)
         check_tensor("inputs", row.inputs, (1, weights.next_inputs.shape[0]), (dtype,), device)
     check_rows(rows, device)
+    if place.stream.shape[1] < hidden or place.stream.device != device:
+        raise ValueError(
+            f"the place is for rows of {place.stream.shape[1]} on {place.stream.device}: give one of {hidden}"
+        )
     reason = why_apart(weights, (len(row.from_mixer), len(row.from_mlp)))
     if reason is not None:
         raise ValueError(f"{reason}: use `product` and `add_rms_norm`")
-    if (
-        max(pace.flight, pace.low_flight) > pace.stages
-        or pace.early > pace.ahead
-        or min(pace.flight, pace.low_flight) < 1
-    ):
-        raise ValueError(f"{pace}: give flights from 1 to the stages, and no more early than ahead")
+    flights = pace.flight, pace.low_flight
+    if pace.stages < 2 or min(flights) < 1 or max(flights) > pace.stages or not 0 <= pace.early <= pace.ahead:
+        raise ValueError(f"{pace}: give 2 stages or more, flights from 1 to the stages, and no more early than ahead")

@@ -55,6 +55,8 @@ class ProductTile(NamedTuple):
     """8, 16, 32, 64, 128 or 256."""
     warps: int
     """4, or 8 for tiles of 128 outputs, which many rows need."""
+    early: int = 1 << 10
+    """Blocks of weights asked for before the kernel before has ended, at most the ring."""
 
 
 def streams(outputs: int, inputs: int, parts: int, dtype: torch.dtype) -> bool:
@@ -84,7 +86,9 @@ def streamed_tile(outputs: int, inputs: int, parts: int, rows: int) -> ProductTi
     together = rounds(width) > 1 and height <= 128  # two programs on a multiprocessor, or three
     kilobytes = 96 if together else {128: 160, 256: 200}.get(height, 144)
     stages = kilobytes * 1024 // ((width + height) * block_k * 2)
-    return ProductTile(width, block_k, stages, height, 8 if wide else 4)
+    # What the kernel before still waits for comes late behind a deep queue of weights.
+    early = {16: 6, 32: 2, 64: 2}.get(height, stages)
+    return ProductTile(width, block_k, stages, height, 8 if wide else 4, early)
 
 
 @constexpr_function
@@ -179,6 +183,7 @@ def product_streamed_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
     RT: gl.constexpr,
     WARPS: gl.constexpr,
     SWIGLU: gl.constexpr,
@@ -202,13 +207,15 @@ def product_streamed_kernel(
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
     layouts.barrier()
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(EARLY):
         _ask_weights(weight, at_w, full, i, i, N, KP, BN, BK, RT, PARTS)
     if OVERLAP == ADMITS_AT_START:
         gdc_launch_dependents()
     if OVERLAP:
         gdc_wait()
     for i in gl.static_range(STAGES):
+        if i >= EARLY:
+            _ask_weights(weight, at_w, full, i, i, N, KP, BN, BK, RT, PARTS)
         _ask_rows(x, at_x, full, i, i, KP, BK, RT, PARTS)
     if OVERLAP == ADMITS_ONCE_WAITED:  # memory is busier with both kernels' weights under way
         gdc_launch_dependents()
@@ -248,11 +255,12 @@ def launch_streamed(
     """
     (count, inputs), outputs = x.shape, weight.shape[0]
     whole = inputs % (parts * tile.block_k) == 0 and tile.outputs % (16 * tile.warps) == 0
-    if not whole or tile.outputs > outputs or tile.warps not in (4, 8) or tile.stages < 2:
+    if not whole or tile.outputs > outputs or tile.warps not in (4, 8) or tile.stages < 2 or tile.early < 0:
         raise ValueError(f"{tile} does not fit a weight {list(weight.shape)} in {parts} parts")
     x_blocks = TensorDescriptor(x, [count, inputs], [inputs, 1], [tile.rows, tile.block_k], ring(2))
     by_pairs = [outputs // 16, 2, 8, inputs], [16 * inputs, inputs, 2 * inputs, 1]
     weight_blocks = TensorDescriptor(weight, *by_pairs, [tile.outputs // 16, 2, 8, tile.block_k], ring(4))
+    stages = min(tile.stages, inputs // parts // tile.block_k)
     product_streamed_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(outputs, tile.outputs) * parts)](
         x_blocks,
         weight_blocks,
@@ -264,7 +272,8 @@ def launch_streamed(
         PARTS=parts,
         BN=tile.outputs,
         BK=tile.block_k,
-        STAGES=min(tile.stages, inputs // parts // tile.block_k),
+        STAGES=stages,
+        EARLY=min(tile.early, stages),
         RT=tile.rows,
         WARPS=tile.warps,
         SWIGLU=swiglu,

@@ -78,6 +78,8 @@ class GpuBackend:
         self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
         self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
+        if device.type == "cuda" and self.store.meeting is None:
+            log.info("one_row_in_separate_launches", why="not Hopper, or the place of another engine in this process")
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
         nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))

@@ -218,6 +218,8 @@ def test_odd_shapes(device, shape, dtype):
     [
         ProductTile(64, 256, 3, 8, 4),
         ProductTile(64, 128, 4, 16, 4),
+        ProductTile(64, 128, 4, 16, 4, early=0),
+        ProductTile(64, 64, 6, 32, 4, early=2),
         ProductTile(64, 64, 16, 32, 4),
         ProductTile(64, 64, 2, 32, 4),
         ProductTile(128, 128, 3, 16, 8),
