@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton
@@ -87,43 +86,39 @@ class DenseRow(NamedTuple):
     """Model dtype [1, D], the normed row behind the last layer; not written elsewhere."""
 
 
-_claims: dict[int, weakref.ref[MeetingPlace]] = {}
-_claiming = threading.Lock()
-
-
 class MeetingPlace:
-    """Where the programs of one stream's launches meet.
+    """Where the programs of launches meet; one a device, for all that its default stream runs.
 
-    All of a launch's programs must run at once, one a multiprocessor, so of two such launches that ran side by side
-    neither might end. One process has one place a device, for one stream: whoever is given none takes separate
-    launches. Processes that share multiprocessors (by MPS) must not have one each, nor may a process have one that
-    can use only some of the multiprocessors that its device reports.
+    All of a launch's programs must run at once, one a multiprocessor, so of two such launches side by side neither
+    might end. Those of one stream take turns, whoever starts them: all launches that meet must be in the device's
+    default stream. Processes take turns as well, unless they share multiprocessors (by MPS): then one of them at most
+    may have such launches. Nor may a process that can use only some of the multiprocessors that its device reports.
 
     Attributes:
         arrived: int64 [1], how many programs have arrived, ever.
-        stream: float32 [1, D], the residual stream between the two norms.
+        stream: float32 [1, 2048], the residual stream between the two norms of a launch.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        """For rows of this width, D."""
+    _of_devices: ClassVar[dict[int, MeetingPlace]] = {}
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, device: torch.device) -> None:
+        """One that nobody else knows: for whoever sees to it that its launches take turns with all others that meet."""
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
-        self.stream = torch.zeros(1, width, device=device)
+        self.stream = torch.zeros(1, _MOST, device=device)
 
     @classmethod
-    def claimed(cls, width: int, device: torch.device) -> MeetingPlace | None:
-        """The device's place, as long as it lives; None if it is taken, or the device is not Hopper."""
-        if device.type == "meta":  # what an account is made of
-            return cls(width, device)
-        if not on_hopper(device):
+    def of(cls, device: torch.device) -> MeetingPlace | None:
+        """The device's, for whoever runs in its default stream; None in another stream or on another kind of device."""
+        if triton.knobs.runtime.interpret or not on_hopper(device):
+            return None
+        if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
-        with _claiming:
-            former = _claims.get(index)
-            if former is not None and former() is not None:
-                return None
-            place = cls(width, device)
-            _claims[index] = weakref.ref(place)
-        return place
+        with cls._making:
+            if index not in cls._of_devices:
+                cls._of_devices[index] = cls(torch.device("cuda", index))
+            return cls._of_devices[index]
 
 
 def why_apart(weights: DenseWeights, parts: tuple[int, int]) -> str | None:
@@ -267,10 +262,8 @@ def _check(row: DenseRow, weights: DenseWeights, rows: Tensor, place: MeetingPla
         check_tensor("next_inputs", weights.next_inputs, (weights.next_inputs.shape[0], hidden), (dtype,), device)
         check_tensor("inputs", row.inputs, (1, weights.next_inputs.shape[0]), (dtype,), device)
     check_rows(rows, device)
-    if place.stream.shape[1] < hidden or place.stream.device != device:
-        raise ValueError(
-            f"the place is for rows of {place.stream.shape[1]} on {place.stream.device}: give one of {hidden}"
-        )
+    if place.stream.device != device:
+        raise ValueError(f"the place is on {place.stream.device}: give one of {device}")
     reason = why_apart(weights, (len(row.from_mixer), len(row.from_mlp)))
     if reason is not None:
         raise ValueError(f"{reason}: use `product` and `add_rms_norm`")

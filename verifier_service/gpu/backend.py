@@ -79,7 +79,7 @@ class GpuBackend:
         self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
         if device.type == "cuda" and self.store.meeting is None:
-            log.info("one_row_in_separate_launches", why="not Hopper, or the place of another engine in this process")
+            log.info("one_row_in_separate_launches", why="not a Hopper GPU, or not its default stream")
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
         nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))

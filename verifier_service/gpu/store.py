@@ -62,7 +62,7 @@ class GpuStore:
         self.pools = FactorPool(*(x.view(layers, slots, *x.shape[1:]) for x in flat))
         self.most_pending = most_pending
         self.in_use = PoolTable(slots, factors, taps)
-        self.meeting = MeetingPlace.claimed(config.hidden_size, torch.device(device))
+        self.meeting = MeetingPlace.of(torch.device(device))
         self._slots = Slots(slots)
 
     @property

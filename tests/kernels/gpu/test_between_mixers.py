@@ -1,6 +1,6 @@
 """One row from mixer to mixer in one launch: bits of separate launches, whatever the shape, pace and overlap."""
 
-import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -115,9 +115,7 @@ class Model:
 
 @pytest.fixture
 def place() -> MeetingPlace:
-    """Of the widest row; earlier tests' places are gone."""
-    gc.collect()
-    found = MeetingPlace.claimed(MODEL.hidden, torch.device("cuda"))
+    found = MeetingPlace.of(torch.device("cuda"))
     assert found is not None
     return found
 
@@ -208,28 +206,31 @@ def test_a_row_that_does_not_count_is_left_alone(place: MeetingPlace) -> None:
 
 
 @pytest.mark.gpu
-def test_one_place_a_device_as_long_as_it_lives(place: MeetingPlace) -> None:
-    device = torch.device("cuda")
-    assert MeetingPlace.claimed(MODEL.hidden, device) is None
-    assert MeetingPlace.claimed(MODEL.hidden, torch.device("cuda", torch.cuda.current_device())) is None
-
-
-@pytest.mark.gpu
-def test_a_place_is_free_again() -> None:
-    gc.collect()
-    device = torch.device("cuda")
-    first = MeetingPlace.claimed(256, device)
-    assert first is not None
-    del first
-    assert MeetingPlace.claimed(256, device) is not None
+def test_one_place_a_device_and_none_for_other_streams(place: MeetingPlace) -> None:
+    assert MeetingPlace.of(torch.device("cuda", torch.cuda.current_device())) is place
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert MeetingPlace.of(torch.device("cuda")) is None
+    with ThreadPoolExecutor(4) as pool:  # other threads run in the same stream
+        assert all(found is place for found in pool.map(lambda _: MeetingPlace.of(torch.device("cuda")), range(8)))
 
 
 def test_no_other_device_has_one() -> None:
     assert not on_hopper(torch.device("cpu"))
-    assert MeetingPlace.claimed(256, torch.device("cpu")) is None
-    on_account = MeetingPlace.claimed(256, torch.device("meta"))
-    assert on_account is not None
-    assert on_account.stream.nbytes == 1024
+    assert MeetingPlace.of(torch.device("cpu")) is None
+    assert MeetingPlace.of(torch.device("meta")) is None
+
+
+@pytest.mark.gpu
+def test_two_threads_take_turns(place: MeetingPlace) -> None:
+    """Two models launched from two threads, in the one stream that both run in."""
+    models = [Model(shape, torch.bfloat16, layers=2) for shape in (MODEL, SHAPES[3])]
+    wanted = [model.apart() for model in models]
+
+    def run(index: int) -> bool:
+        return all(equal(wanted[index], models[index].together(place, overlap=True)) for _ in range(20))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(run, range(2)))
 
 
 def weights_of(hidden: int, values: int, channels: int, inputs: int, *, device: str = "cuda") -> DenseWeights:
@@ -299,5 +300,5 @@ def test_what_does_not_belong_together_is_refused(place: MeetingPlace) -> None:
             between_mixers(own, weights, EPS, rows, place, pace=pace)
     with pytest.raises(ValueError, match="rows"):
         between_mixers(row, layer, EPS, rows.long(), place)
-    with pytest.raises(ValueError, match="the place is for rows of 64"):
-        between_mixers(row, layer, EPS, rows, MeetingPlace(64, torch.device("cuda")))
+    with pytest.raises(ValueError, match="the place is on cpu"):
+        between_mixers(row, layer, EPS, rows, MeetingPlace(torch.device("cpu")))

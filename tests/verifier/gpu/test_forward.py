@@ -1,6 +1,5 @@
 """Passes on the GPU's kernels against the same passes as PyTorch operations: logits, factors, committed states."""
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -195,7 +194,6 @@ def test_kernels_that_begin_early_change_no_bits(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_one_launch_between_mixers_changes_no_bits(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
     """Plain decoding, with all layers' streams kept, and the same in separate launches."""
-    gc.collect()
     weights = GpuWeights.load(NARROW_HEADS, RandomTensors(NARROW_HEADS, "cuda"), torch.bfloat16, "cuda")
     used: list[MeetingPlace] = []
     real = forward.between_mixers
