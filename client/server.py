@@ -53,6 +53,7 @@ def generation_server(config: ServingConfig, coordinator: Coordinator) -> GrpcSe
         [SERVICE],
         lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server),
         is_live=lambda: coordinator.ready,
+        resume_hint="Try again, or go on elsewhere with resumed_ids, the seed and the numerics_id",
     )
 
 

@@ -10,11 +10,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 from grpc_status import rpc_status
 
 from specla.rpc.errors import CapacityError, InvalidRequestError, SpeclaError
 from specla.rpc.faults import internal_error
 from specla.rpc.status import to_status
+
+log = structlog.get_logger("specla.rpc")
 
 # A probe or a question about the API must be answered by a server that is full.
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
@@ -40,6 +43,15 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self.calls: set[asyncio.Task[Any]] = set()
         self._max_concurrent_calls = max_concurrent_calls
         self._counted = 0
+        self._last_words: SpeclaError | None = None
+
+    def end_calls(self, last_words: SpeclaError) -> None:
+        """End every call in flight with this error; their handlers run their `finally` first."""
+        self._last_words = last_words
+        if self.calls:
+            log.info("calls ended by the stop", calls=len(self.calls))
+        for task in self.calls:
+            task.cancel()
 
     async def intercept_service(
         self,
@@ -94,7 +106,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
             yield
         except SpeclaError as error:
             await _abort(context, error)
-        except (grpc.aio.AbortError, grpc.aio.BaseError, asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
+            if self._last_words is None or context.cancelled():
+                raise
+            task.uncancel()
+            await _abort(context, self._last_words)
+        except (grpc.aio.AbortError, grpc.aio.BaseError, GeneratorExit):
             raise
         except Exception as error:
             if context.done():  # a broken stream shows itself as one of several exceptions

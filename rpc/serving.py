@@ -8,13 +8,14 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specla.rpc.errors import ServiceUnavailableError
+from specla.rpc.errors import ServiceUnavailableError, SpeclaError
 from specla.rpc.health import HealthServicer
 from specla.rpc.interceptors import CallGuard
 from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig
 
 log = structlog.get_logger("specla.rpc")
 
+_LAST_WORDS_S = 1.0  # for calls in hand to end with an error of ours, before gRPC cancels them with words of its own
 _ABORT_GRACE_S = 2.0  # for handlers to run their `finally` once their calls were cancelled
 
 
@@ -26,6 +27,7 @@ class GrpcServer:
         services: full names of the services, for health and reflection.
         register: adds their servicers to the server.
         is_live: whether the engine behind them works, asked at every health check.
+        resume_hint: how a caller goes on whose call the stop has ended.
     """
 
     def __init__(
@@ -34,9 +36,12 @@ class GrpcServer:
         services: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
         is_live: Callable[[], bool] = lambda: True,
+        *,
+        resume_hint: str = "Try again when the service is back, or ask another one",
     ):
         self.config = config
         self.port = 0
+        self._resume_hint = resume_hint
         self._is_started = False
         self._guard = CallGuard(config.max_concurrent_calls)
         self._health = HealthServicer(services, is_live)
@@ -82,7 +87,9 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Refuse new calls, let those in hand end for a time, then cancel them and await their ends. Harmless twice.
+        """Refuse new calls, let those in hand end for a time, then end them with UNAVAILABLE. Harmless twice.
+
+        Returns once they have ended.
 
         Args:
             grace_s: how long they may take, seconds; None: the config's `drain_s`.
@@ -96,11 +103,18 @@ class GrpcServer:
         self._health.drain()
         if self.port and not self._is_started:
             await self._server.start()  # only a server that was started lets its port go
-        await self._server.stop(grace_s)
+        stopping = asyncio.create_task(self._server.stop(grace_s + _LAST_WORDS_S))
+        await asyncio.wait([stopping], timeout=grace_s)
+        if not stopping.done():
+            self._guard.end_calls(self._last_words())
+        await stopping
         if self._guard.calls:
             await asyncio.wait(list(self._guard.calls), timeout=_ABORT_GRACE_S)
         if self._guard.calls:
             log.warning("calls outlived the stop", calls=len(self._guard.calls))
+
+    def _last_words(self) -> SpeclaError:
+        return ServiceUnavailableError("the service stopped before the call had ended", hint=self._resume_hint)
 
     async def wait_stopped(self) -> None:
         """Return once the server has stopped, whoever stopped it."""

@@ -127,6 +127,26 @@ async def test_a_deadline_reaches_the_verifier_and_the_caller() -> None:
                 await asyncio.sleep(0.005)
 
 
+async def test_a_stop_in_the_middle_of_a_text_says_how_to_go_on() -> None:
+    verifier = ScriptedVerifier()
+    verifier.stall_at = 10
+
+    async def read(address: str, begun: asyncio.Event) -> None:
+        async with AsyncClient(address) as client:
+            async for _ in client.stream(PROMPT, max_tokens=40, seed=SEED):
+                begun.set()
+
+    async with serving(verifier) as address:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(read(address, begun))
+        await begun.wait()
+    with pytest.raises(ServiceUnavailableError) as caught:
+        await reading
+    assert caught.value.message == "the service stopped before the call had ended"
+    assert "resumed_ids" in caught.value.hint
+    assert not verifier.sessions
+
+
 async def test_credit_rises_in_steps_with_what_was_read() -> None:
     verifier = ScriptedVerifier()
     async with serving(verifier, credit=16) as address, AsyncClient(address) as client:

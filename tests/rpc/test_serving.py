@@ -37,6 +37,7 @@ class Service:
 
     def __init__(self) -> None:
         self.cleaned = 0
+        self.hanging = 0
         self.flooded = 0
         self.has_cleaned = asyncio.Event()
         self.live = True
@@ -59,6 +60,7 @@ class Service:
     async def hang(self, request: StringValue, context: Context) -> AsyncIterator[StringValue]:
         try:
             yield StringValue(value="on")
+            self.hanging += 1
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0.05)
@@ -95,7 +97,7 @@ def service() -> Service:
 @pytest.fixture
 async def server(service: Service) -> AsyncIterator[GrpcServer]:
     config = ServingConfig(drain_s=0.2, max_concurrent_calls=2)
-    server = GrpcServer(config, ["test.Test"], service.register, lambda: service.live)
+    server = GrpcServer(config, ["test.Test"], service.register, lambda: service.live, resume_hint="Go elsewhere")
     await server.start()
     yield server
     await server.stop()
@@ -208,16 +210,28 @@ async def test_a_call_that_ends_in_the_middle_of_a_write_is_cleaned_up_at_once(
         gc.enable()
 
 
-async def test_a_stop_waits_for_the_ends_of_its_calls(
+async def test_a_stop_ends_its_calls_with_our_error_and_waits_for_them(
     channel: grpc.aio.Channel, server: GrpcServer, service: Service
 ) -> None:
-    hanging = [stream(channel, "Hang")(StringValue()) for _ in range(2)]
-    for call in hanging:
-        await call.read()
+    ends = [asyncio.create_task(failure(stream(channel, "Hang")(StringValue()))) for _ in range(2)]
+    while service.hanging < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
     await server.stop()
     assert service.cleaned == 2
+    for error in await asyncio.gather(*ends):
+        assert isinstance(error, ServiceUnavailableError)
+        assert (error.message, error.hint) == ("the service stopped before the call had ended", "Go elsewhere")
     await server.stop()
     assert isinstance(await failure(unary(channel)(StringValue())), ServiceUnavailableError)
+
+
+async def test_a_stop_does_not_wait_for_a_reader_that_takes_nothing(
+    channel: grpc.aio.Channel, server: GrpcServer, service: Service
+) -> None:
+    flood = stream(channel, "Flood")(StringValue())
+    await flood.read()
+    await asyncio.wait_for(server.stop(), 5)
+    assert service.has_cleaned.is_set()
 
 
 async def test_health_is_the_state_at_the_moment_of_asking(
