@@ -112,7 +112,7 @@ class Topology:
     @cached_property
     def leaves(self) -> int:
         """How many rows have no children."""
-        return sum(not rows for rows in self.children)
+        return len(self) + 1 - len(set(self.parent_rows))  # -1, the root's parent, is in the set
 
     @cached_property
     def chains(self) -> tuple[npt.NDArray[np.int32], ...]:

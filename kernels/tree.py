@@ -107,7 +107,7 @@ class TreeBatch:
     @cached_property
     def row_sessions(self) -> tuple[int, ...]:
         """[R], the session of each row."""
-        return tuple(b for b, topology in enumerate(self.topologies) for _ in range(len(topology)))
+        return tuple(np.repeat(np.arange(self.sessions), np.diff(self.offsets)).tolist())
 
     @cached_property
     def _depth_array(self) -> NDArray[np.int64]:

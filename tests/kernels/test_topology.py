@@ -62,6 +62,7 @@ def check(wire: list[int]) -> None:
         [r for r in range(n) if topology.depth[r] == d] for d in range(int(topology.depth.max()) + 1)
     ]
     assert [list(c) for c in topology.children] == [[r for r in range(n) if parents[r] == row] for row in range(n)]
+    assert topology.leaves == sum(row not in parents for row in range(n))
     chains = plain_chains(parents)
     assert [c.tolist() for c in topology.chains] == chains
     assert [topology.chain_of[r] for r in range(n)] == [
