@@ -11,6 +11,7 @@ to be done is named by `pending`, and the convolution's inputs before the root b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ ALIGNED = 4
 """Arrays begin at multiples of 16 bytes: kernels are compiled for that, and once only, whatever the bucket."""
 
 _REMEMBERED = 16  # batches of trees, of a bucket
+_REMEMBERED_BUCKETS = 256
 
 _OF_SESSIONS = ("slot", "row_start", "pending_len", "write_state", "pending", "history", "pool_row")
 
@@ -74,7 +76,7 @@ class Bucket:
     @property
     def buffer_words(self) -> int:
         """32-bit words of all arrays."""
-        return sum(-(-int(np.prod(shape)) // ALIGNED) * ALIGNED for shape in self.shapes().values())
+        return sum(-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in self.shapes().values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every array, in the order in which they lie in the buffer."""
@@ -284,15 +286,22 @@ class PassBatch:
 
 def _views(flat: Any, bucket: Bucket) -> dict[str, Any]:
     """The arrays within a buffer of theirs, on the host or the device."""
-    views = {}
-    for (name, shape), at in zip(bucket.shapes().items(), _firsts(bucket), strict=True):
-        views[name] = flat[at : at + int(np.prod(shape))].reshape(shape)
-    return views
+    return {name: flat[first:end].reshape(shape) for name, shape, first, end in _places(bucket)}
+
+
+@lru_cache(maxsize=_REMEMBERED_BUCKETS)
+def _places(bucket: Bucket) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
+    """Of every array its name, its shape, where it begins and where it ends."""
+    shapes = bucket.shapes()
+    return tuple(
+        (name, shape, first, first + math.prod(shape))
+        for (name, shape), first in zip(shapes.items(), _firsts(bucket), strict=True)
+    )
 
 
 def _firsts(bucket: Bucket) -> list[int]:
     """Where each array begins."""
-    sizes = [-(-int(np.prod(shape)) // ALIGNED) * ALIGNED for shape in bucket.shapes().values()]
+    sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in bucket.shapes().values()]
     return [0, *accumulate(sizes[:-1])]
 
 

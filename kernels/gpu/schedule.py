@@ -91,16 +91,25 @@ def makespan(topology: Topology, groups: int) -> int:
 @lru_cache(maxsize=4096)
 def costs(topology: Topology, groups: int) -> tuple[float, ...]:
     """What each group costs, in rows that form a state."""
-    found = []
-    for steps in schedule(topology, groups).by_group():
-        leaves, fetches = (steps >> LEAF_BIT) & 1, (steps >> FETCH_SHIFT) & PLACE_MASK
-        found.append((np.where(leaves, _LEAF, _ROW).sum() + _FETCH * np.count_nonzero(fetches)) / _ROW)
-    return tuple(map(float, found))
+    found = np.zeros(groups, np.int32)
+    steps, lengths = schedule(topology, groups)
+    _add_costs(steps, lengths, found)
+    return tuple([cost / _ROW for cost in found[: len(lengths)].tolist()])
 
 
 def fetches(topology: Topology, groups: int) -> int:
     """How often kept states are fetched, in all groups."""
     return int(np.count_nonzero((schedule(topology, groups).steps >> FETCH_SHIFT) & PLACE_MASK))
+
+
+@compiled
+def _add_costs(steps: Any, lengths: Any, costs: Any) -> None:
+    for group in range(len(lengths)):
+        for i in range(lengths[group]):
+            step = steps[group, i]
+            costs[group] += _LEAF if (step >> LEAF_BIT) & 1 else _ROW
+            if (step >> FETCH_SHIFT) & PLACE_MASK:
+                costs[group] += _FETCH
 
 
 @compiled

@@ -128,6 +128,7 @@ class Selector:
             raise ValueError("a selector needs measured places, and an exact choice at each of them")
         self.device = device
         self.measured = tuple(measured)
+        self._found: dict[tuple[LayerShape, int, int], Measured] = {}
 
     @classmethod
     def for_device(cls, device: str) -> Selector:
@@ -202,7 +203,10 @@ class Selector:
             too_small = place.rows < rows
             return apart, abs(math.log2(place.rows / rows)) + 10 * too_small, abs(math.log2(place.sessions / sessions))
 
-        return min(self.measured, key=distance)
+        asked = shape, sessions, rows
+        if asked not in self._found:
+            self._found[asked] = min(self.measured, key=distance)
+        return self._found[asked]
 
 
 _FORMS: dict[type[AnyTile], str] = {
