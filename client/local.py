@@ -51,13 +51,11 @@ class Local(BlockingGenerator):
         given = {name: value for name, value in given.items() if value is not None}
         if verifier is not None and given:
             raise TypeError(f"give `verifier` or {', '.join(given)}, not both")
+        settings = [one if isinstance(one, DrafterConfig) else DrafterConfig.of_name(one) for one in drafters]
         config = verifier or VerifierConfig(**({"target": default_target()} | given))
         quiet_unless_configured()
         tokenizer = Tokenizer.load(config.target)
-        self._parts = InProcess(
-            config,
-            [drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(name=drafter) for drafter in drafters],
-        )
+        self._parts = InProcess(config, settings)
         try:
             super().__init__("specla-local")
             self._coordinator = self._thread.run(_join(self._parts, tokenizer))

@@ -1,5 +1,6 @@
 """The options of a generation, in one place for all three ways to ask for one."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -9,17 +10,20 @@ from specla.v1 import generation_pb2
 DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_S = 1e8  # three years: a longer deadline is none
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "top_logprobs",
-)
+_INT32 = f"an integer, at most {2**31 - 1}"
+_TOKEN_IDS = "token ids, integers from 0 to the last of the vocabulary"
+_NUMBER = "a number"
+_SAMPLING = {  # what their fields can hold; the server refuses what is out of range
+    "temperature": _NUMBER,
+    "top_k": _INT32,
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "seed": f"an integer from 0 to {2**64 - 1}",
+    "top_logprobs": _INT32,
+}
 
 
 class Options(TypedDict, total=False):
@@ -82,18 +86,18 @@ def build_request(prompt: str | Sequence[int], options: Options) -> generation_p
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     request = generation_pb2.GenerateRequest()
-    with _naming("prompt"):
+    with _holding("prompt", "text that UTF-8 can hold, or " + _TOKEN_IDS):
         if isinstance(prompt, str):
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-    for name in _SAMPLING:
+    for name, allowed in _SAMPLING.items():
         if name in given:
-            with _naming(f"sampling.{name}"):
+            with _holding(f"sampling.{name}", allowed, given[name]):
                 setattr(request.sampling, name, given[name])
     _fill_lists(request, given)
-    with _naming("stopping.max_tokens"):
-        if "max_tokens" in given:
+    if "max_tokens" in given:
+        with _holding("stopping.max_tokens", _INT32, given["max_tokens"]):
             request.stopping.max_tokens = given["max_tokens"]
     if "ignore_eos" in given:
         request.stopping.ignore_eos = given["ignore_eos"]
@@ -105,19 +109,19 @@ def build_request(prompt: str | Sequence[int], options: Options) -> generation_p
 
 
 def _fill_lists(request: generation_pb2.GenerateRequest, given: dict[str, Any]) -> None:
-    lists: dict[str, tuple[str, Any]] = {
-        "banned_ids": ("sampling.banned_ids", request.sampling.banned_ids),
-        "stop": ("stopping.stop", request.stopping.stop),
-        "stop_ids": ("stopping.stop_ids", request.stopping.stop_ids),
-        "resumed_ids": ("resumed_ids", request.resumed_ids),
-        "drafter": ("drafters", request.drafters),
+    lists: dict[str, tuple[str, Any, str]] = {
+        "banned_ids": ("sampling.banned_ids", request.sampling.banned_ids, _TOKEN_IDS),
+        "stop": ("stopping.stop", request.stopping.stop, "strings that UTF-8 can hold"),
+        "stop_ids": ("stopping.stop_ids", request.stopping.stop_ids, _TOKEN_IDS),
+        "resumed_ids": ("resumed_ids", request.resumed_ids, _TOKEN_IDS),
+        "drafter": ("drafters", request.drafters, "names of drafters"),
     }
-    for name, (field, target) in lists.items():
+    for name, (field, target, allowed) in lists.items():
         if name in given:
             values = given[name]
-            with _naming(field):
+            with _holding(field, allowed):
                 target.extend([values] if isinstance(values, str) else values)
-    with _naming("sampling.logit_bias"):
+    with _holding("sampling.logit_bias", "a number for each of several " + _TOKEN_IDS):
         request.sampling.logit_bias.update(given.get("logit_bias", {}))
 
 
@@ -131,21 +135,26 @@ def timeout_of(options: Options) -> float | None:
     if timeout is None or timeout > _LONGEST_S:
         return None
     if not timeout >= 0:  # written so that NaN is refused too
-        raise InvalidRequestError("timeout", f"timeout is {timeout}", hint="Give seconds, 0 or more; None is never")
+        raise InvalidRequestError("timeout", f"timeout is {timeout}", hint="Give seconds, 0 or more")
     return timeout
 
 
-class _naming:  # noqa: N801 (reads as a statement)
-    """Turns what protobuf says of a value it cannot hold into an error that names the field."""
+class _holding:  # noqa: N801 (reads as a statement)
+    """Turns what protobuf says of a value it cannot hold into an error that names the field and what it may hold.
 
-    def __init__(self, field: str) -> None:
+    `value` is told if it is given: never what may be part of a prompt.
+    """
+
+    def __init__(self, field: str, allowed: str, value: object = None) -> None:
         self._field = field
+        self._allowed = allowed
+        self._value = value
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError | TypeError):
-            raise InvalidRequestError(
-                self._field, f"{self._field} cannot hold that value", hint="See specla/v1 for its type and range"
-            ) from error
+            name = self._field.rpartition(".")[2]
+            fault = f"{name} holds what it cannot" if self._value is None else f"{name} is {reprlib.repr(self._value)}"
+            raise InvalidRequestError(self._field, fault, hint=f"Give {self._allowed}") from error

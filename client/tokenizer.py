@@ -48,7 +48,7 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise InvalidRequestError(
-                "tokenizer", "no tokenizer.json there", hint="Give the target's folder or its tokenizer.json"
+                "tokenizer", f"there is no {file}", hint="Give the target's folder or its tokenizer.json"
             )
         return cls(file.read_bytes())
 

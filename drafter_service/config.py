@@ -8,7 +8,10 @@ from pathlib import Path
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.settings import ServingConfig
 
-KNOWN = ("none", "lookup", "suffix", "random", "oracle")
+BY_NAME = ("none", "lookup", "suffix", "random")
+"""Drafters that need nothing but their name."""
+
+KNOWN = (*BY_NAME, "oracle")
 PATTERN = re.compile(r"(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")
 ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
@@ -78,9 +81,28 @@ class DrafterConfig(ServingConfig):
         self._check("random_probability", 0 < self.random_probability <= 1, "above 0, up to 1")
         self._check("oracle_rate", 0 <= self.oracle_rate <= 1, "0 to 1")
         self._check("oracle_branching", 1 <= self.oracle_branching <= 16, "1 to 16")
-        self._check("oracle_file", self.name != "oracle" or self.oracle_file is not None, "the path of a recorded text")
+        if self.name == "oracle" and self.oracle_file is None:
+            raise InvalidRequestError(
+                "oracle_file",
+                "the drafter 'oracle' has no recorded text to draft from",
+                hint='Give oracle_file, a path of JSON lines {"token_ids": [prompt and output]}',
+            )
         for pattern in self.allow_verifiers:
             self._check("allow_verifiers", PATTERN.fullmatch(pattern) is not None, "HOST:PORT, *.DOMAIN:PORT, HOST:*")
+
+    @classmethod
+    def of_name(cls, name: str, field: str = "drafters") -> "DrafterConfig":
+        """The defaults of a drafter that needs nothing but its name.
+
+        Raises:
+            InvalidRequestError: `field` holds another name.
+        """
+        if name not in BY_NAME:
+            what = (
+                "the drafter 'oracle' runs as a service only" if name == "oracle" else f"no drafter is called {name!r}"
+            )
+            raise InvalidRequestError(field, what, hint=f"Known here: {', '.join(BY_NAME)}")
+        return cls(name=name)
 
     def allows(self, address: str) -> bool:
         """Whether `allow_verifiers` has a pattern for this HOST:PORT; anything else, such as a URI, has none."""

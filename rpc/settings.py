@@ -43,15 +43,17 @@ class ServingConfig:
             InvalidRequestError: a port out of range, half of a key pair, or plain text beyond loopback.
         """
         if not 0 <= self.port <= 65535:
-            raise InvalidRequestError("port", f"port {self.port} does not exist", hint="0 to 65535")
+            raise InvalidRequestError("port", f"port is {self.port}", hint="Give 0 (any) to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequestError("tls_cert", "TLS needs both a certificate and a key", hint="Give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidRequestError("tls_client_ca", "client certificates need TLS", hint="Give tls_cert and tls_key")
         if self.max_concurrent_calls < 1:
-            raise InvalidRequestError("max_concurrent_calls", "no call would be served", hint="At least 1")
+            raise InvalidRequestError(
+                "max_concurrent_calls", f"max_concurrent_calls is {self.max_concurrent_calls}", hint="Give 1 or more"
+            )
         if not 0 <= self.drain_s < float("inf"):
-            raise InvalidRequestError("drain_s", "not a time", hint="Seconds, 0 or more")
+            raise InvalidRequestError("drain_s", f"drain_s is {self.drain_s}", hint="Give seconds, 0 or more")
         if self.tls_cert is None and not self.insecure and not is_loopback(self.host):
             raise InvalidRequestError(
                 "host",

@@ -72,21 +72,28 @@ def test_one_string_is_one_stop_and_one_drafter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "field"),
+    ("prompt", "options", "field", "says"),
     [
-        ([-1], {}, "prompt"),
-        ("\ud800", {}, "prompt"),
-        ("a", {"seed": -1}, "sampling.seed"),
-        ("a", {"max_tokens": 2**40}, "stopping.max_tokens"),
-        ("a", {"temperature": "hot"}, "sampling.temperature"),
-        ("a", {"stop": [3]}, "stopping.stop"),
-        ("a", {"logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+        ([-1], {}, "prompt", "prompt holds what it cannot. Give text"),
+        ("\ud800", {}, "prompt", "prompt holds what it cannot. Give text"),
+        ("a", {"seed": -1}, "sampling.seed", f"seed is -1. Give an integer from 0 to {2**64 - 1}"),
+        ("a", {"max_tokens": 2**40}, "stopping.max_tokens", "max_tokens is 1099511627776. Give an integer, at most"),
+        ("a", {"temperature": "hot"}, "sampling.temperature", "temperature is 'hot'. Give a number"),
+        ("a", {"stop": [3]}, "stopping.stop", "stop holds what it cannot. Give strings"),
+        (
+            "a",
+            {"stop_ids": [-1]},
+            "stopping.stop_ids",
+            "stop_ids holds what it cannot. Give token ids, integers from 0",
+        ),
+        ("a", {"logit_bias": {-1: 0.0}}, "sampling.logit_bias", "logit_bias holds what it cannot. Give a number for"),
     ],
 )
-def test_what_no_field_can_hold_is_named(prompt: object, options: dict[str, object], field: str) -> None:
+def test_what_no_field_can_hold_is_named(prompt: object, options: dict[str, object], field: str, says: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         build_request(prompt, options)  # type: ignore[arg-type]
     assert caught.value.field == field
+    assert str(caught.value).startswith(says)
 
 
 def test_a_misspelt_option_is_refused() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.config import BY_NAME, DrafterConfig
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.settings import ServingConfig
 
@@ -45,6 +45,15 @@ def test_an_oracle_needs_its_file() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         DrafterConfig(name="oracle")
     assert refused.value.field == "oracle_file"
+    assert "no recorded text" in refused.value.message
+
+
+def test_a_name_alone_is_enough_for_all_but_an_oracle() -> None:
+    assert [DrafterConfig.of_name(name).name for name in BY_NAME] == ["none", "lookup", "suffix", "random"]
+    for name, says in (("oracle", "runs as a service only"), ("guess", "no drafter is called 'guess'")):
+        with pytest.raises(InvalidRequestError, match=f"{says}. Known here: none, lookup, suffix, random$") as refused:
+            DrafterConfig.of_name(name)
+        assert refused.value.field == "drafters"
 
 
 def test_every_field_has_a_default_and_a_description() -> None:

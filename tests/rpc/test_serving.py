@@ -329,6 +329,7 @@ def test_what_cannot_be_served_is_refused(settings: dict[str, Any], field: str) 
     with pytest.raises(InvalidRequestError) as caught:
         ServingConfig(**settings)
     assert caught.value.field == field
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(
