@@ -7,19 +7,21 @@ from typing import Annotated, Literal
 import typer
 
 from specla.benchmarks import gpu_commands
-from specla.benchmarks.options import JsonOption, finish, numbers, progress_bar
+from specla.benchmarks.options import (
+    MOST_THREADS,
+    MOST_TOKENS,
+    JsonOption,
+    drafters_of,
+    finish,
+    integers,
+    progress_bar,
+    temperatures_of,
+)
 from specla.benchmarks.prompt_set import HELD_OUT
 from specla.benchmarks.report import Report, cpu_name
+from specla.verifier_service.config import MAX_ROWS
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
-
-
-def _drafters(text: str, option: str) -> list[str]:
-    """Names separated by commas, plain decoding among them: it is what the others are compared with."""
-    names = [name.strip() for name in text.split(",")]
-    if "none" not in names:
-        raise typer.BadParameter("none, plain decoding, must be among them", param_hint=option)
-    return names
 
 
 bench = typer.Typer(help="Measure speed, identity and acceptance.", no_args_is_help=True)
@@ -37,10 +39,10 @@ def identity(
     joins: Annotated[str, typer.Option(help="Separated by commas.")] = "one process,services",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 16,
-    baseline_batch: Annotated[int, typer.Option(min=1, help="Sessions at a time of the baseline.")] = 1,
-    max_nodes: Annotated[int, typer.Option(min=1, help="Candidates of one draft.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 128,
+    batch: Annotated[int, typer.Option(min=1, max=65536, help="Sessions at a time.")] = 16,
+    baseline_batch: Annotated[int, typer.Option(min=1, max=65536, help="Sessions at a time of the baseline.")] = 1,
+    max_nodes: Annotated[int, typer.Option(min=1, max=128, help="Candidates of one draft.")] = 4,
     numerics: NumericsOption = "exact",
     journal: Annotated[Path, typer.Option(help="Texts so far; an existing one is gone on with.")] = Path(
         "runs/identity.jsonl"
@@ -51,6 +53,11 @@ def identity(
 
     Every draft is verified, whatever it costs, so that worthless ones count too.
     """
+    names = drafters_of(drafters, "--drafters")
+    degrees = temperatures_of(temperatures, "--temperatures")
+    joined = [join.strip() for join in joins.split(",")]
+    if unknown := [join for join in joined if join not in ("one process", "services")]:
+        raise typer.BadParameter(f"no join is called {unknown[0]!r}", param_hint="--joins")
     from specla.benchmarks import identity as work
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
@@ -60,17 +67,7 @@ def identity(
     from specla.verifier_service.config import VerifierConfig
 
     folder = target or default_target()
-    names = _drafters(drafters, "--drafters")
-    joined = [join.strip() for join in joins.split(",")]
-    if unknown := [join for join in joined if join not in ("one process", "services")]:
-        raise typer.BadParameter(f"no join is called {unknown[0]!r}", param_hint="--joins")
-    columns = work.cases(
-        names,
-        numbers(temperatures, "--temperatures"),
-        joined,
-        batch,
-        baseline_batch,
-    )
+    columns = work.cases(names, degrees, joined, batch, baseline_batch)
     chosen = load(prompts, limit=limit)
     settings = work.settings_of(chosen, numerics=numerics, max_tokens=max_tokens, max_nodes=max_nodes)
     try:
@@ -125,20 +122,21 @@ def drafters(
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 12,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 192,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 192,
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,0.7,1",
     numerics: NumericsOption = "exact",
     json: JsonOption = None,
 ) -> None:
     """Each drafter against plain decoding, on code that repeats itself and on prose; exits 1 if a goal is missed."""
+    all_names = drafters_of(names, "--names")
+    degrees_asked = temperatures_of(temperatures, "--temperatures")
     from specla.benchmarks import drafters as work
     from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
     from specla.client.local import Local
 
-    all_names = _drafters(names, "--names")
-    degrees_asked = numbers(temperatures, "--temperatures")
     folder = target or default_target()
+    prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
     made = Report(title="Drafters over plain decoding", device=cpu_name())
     made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
     with (
@@ -148,8 +146,7 @@ def drafters(
         made.notes["numerics_id"] = local.model().numerics_id
         for degrees in degrees_asked:
             ratios = {}
-            for domain in (work.REPEATING, work.PROSE):
-                chosen = load(prompts, domain=domain, limit=limit)
+            for domain, chosen in prompts_of.items():
                 case = f"{domain}, T = {degrees:g}"
                 task = progress.add_task(case, total=rounds * len(chosen) * len(all_names))
                 timed = work.measure(
@@ -172,17 +169,17 @@ def price(
     drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,suffix",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=2, help="Prompts, of all kinds.")] = 24,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 128,
     json: JsonOption = None,
 ) -> None:
     """Exact numerics over fast, whole texts through services; exits 1 if exact costs more than a default may."""
+    names = drafters_of(drafters, "--drafters")
     from specla.benchmarks import price as work
     from specla.benchmarks.identity import Generator
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
     from specla.client.default_target import default_target
 
-    names = _drafters(drafters, "--drafters")
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
@@ -206,10 +203,13 @@ def passes(
     target: TargetOption = None,
     rows: Annotated[str, typer.Option(help="Rows of a pass, root included; separated by commas.")] = "2,5,9,17",
     rounds: Annotated[int, typer.Option(min=4)] = 60,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of one operation; 0: chosen by the verifier.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, max=MOST_THREADS, help="Threads of one operation; 0: chosen by the verifier.")
+    ] = 0,
     json: JsonOption = None,
 ) -> None:
     """Verification passes of several sizes over plain decoding, in both numerics; exits 1 if a goal is missed."""
+    counts = integers(rows, "--rows", 1, MAX_ROWS)
     from specla.benchmarks import passes as work
     from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
@@ -218,7 +218,6 @@ def passes(
     from specla.verifier_service.engine import Engine
 
     folder = target or default_target()
-    counts = [int(n) for n in numbers(rows, "--rows")]
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specla.benchmarks.options import MOST_THREADS, MOST_TOKENS, checked_temperature
 from specla.client.default_target import default_target
 from specla.client.detokenizer import Detokenizer
 from specla.client.local import Local
@@ -68,19 +69,25 @@ def run(
     drafter: Annotated[
         Literal["suffix", "lookup", "random"], typer.Option(help="Drafter to set against plain decoding.")
     ] = "suffix",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 80,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each text.")] = 80,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same for both.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="The same for both.")] = 1,
     numerics: Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")] = "exact",
     threads: Annotated[
-        int, typer.Option(min=0, help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.")
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_THREADS,
+            help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.",
+        ),
     ] = 0,
 ) -> None:
     """Generate each prompt with and without drafts, in turns, and compare; exits 1 if a text differs."""
     if context.invoked_subcommand is not None:
         return
+    checked_temperature(temperature)
     console = Console(highlight=False)
     folder = target or default_target()
     pieces = Tokenizer.load(folder).pieces

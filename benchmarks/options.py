@@ -1,5 +1,6 @@
 """What the benchmark commands share: options, progress bars, and how a report is shown and kept."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
+from specla.drafter_service.config import BY_NAME
+from specla.verifier_service.config import VerifierConfig
+
+MOST_TOKENS = VerifierConfig.max_new_tokens
+MOST_THREADS = 1024
+COLDEST = 1e-4  # of the temperatures that are not greedy
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -35,6 +42,42 @@ def numbers(text: str, option: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+
+
+def checked_temperature(degrees: float | None, option: str = "--temperature") -> float | None:
+    """A temperature that a request may have, or None; anything else is a usage error."""
+    if degrees is not None and degrees != 0 and not COLDEST <= degrees < math.inf:  # NaN is refused too
+        raise typer.BadParameter(f"{degrees:g} is neither 0 (greedy) nor at least {COLDEST:g}", param_hint=option)
+    return degrees
+
+
+def temperatures_of(text: str, option: str) -> list[float]:
+    """Temperatures separated by commas."""
+    degrees = numbers(text, option)
+    for one in degrees:
+        checked_temperature(one, option)
+    return degrees
+
+
+def integers(text: str, option: str, low: int, high: int) -> list[int]:
+    """Integers of a range, separated by commas."""
+    found = numbers(text, option)
+    for one in found:
+        if not low <= one <= high or one != int(one):
+            raise typer.BadParameter(f"{one:g} is no integer from {low} to {high}", param_hint=option)
+    return [int(one) for one in found]
+
+
+def drafters_of(text: str, option: str) -> list[str]:
+    """Names separated by commas, plain decoding among them: it is what the others are compared with."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in BY_NAME]:
+        raise typer.BadParameter(
+            f"no drafter here is called {unknown[0]!r}; known are {', '.join(BY_NAME)}", param_hint=option
+        )
+    if "none" not in names:
+        raise typer.BadParameter("none, plain decoding, must be among them", param_hint=option)
+    return names
 
 
 def finish(made: Report, json: Path | None) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from specla.client.sdk import Client
+from specla.rpc.errors import ServiceUnavailableError
 
 _SPECLA = (sys.executable, "-c", "from specla.client.cli.main import run; run()")
 STOP_S = 20.0
@@ -29,7 +30,7 @@ def services(
         drafter_options: further flags of each `specla serve drafter`.
 
     Raises:
-        RuntimeError: a service ended before it was ready.
+        ServiceUnavailableError: a service ended before it was ready.
     """
     with ExitStack() as stack:
         verifier = stack.enter_context(_serve("verifier", ["--target", str(target), *verifier_options]))
@@ -56,7 +57,7 @@ def _serve(role: str, options: Sequence[str]) -> Iterator[str]:
         assert process.stdout is not None
         words = process.stdout.readline().split()
         if not words or words[0] != "READY":
-            raise RuntimeError(f"the {role} service ended before it was ready: see its messages above")
+            raise ServiceUnavailableError(f"the {role} service ended before it was ready", hint="Its messages say why")
         yield words[1].split("=", 1)[1]
     finally:
         process.terminate()

@@ -21,6 +21,7 @@ from specla.rpc.channel import ClientTls
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.remote_verifier import RemoteVerifier
 from specla.rpc.serving import GrpcServer
+from specla.rpc.settings import check_file
 from specla.rpc.waker import LoopWaker
 from specla.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -73,6 +74,7 @@ class Joins:
     """
 
     def __init__(self, config: DrafterConfig, run: Callable[[Job], None]) -> None:
+        check_file("connect_ca", config.connect_ca)
         self._config = config
         self._run = run
         self._drafter = make_drafter(config)

@@ -50,6 +50,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def _state(self, service: str) -> health_pb2.HealthCheckResponse:
         if service not in self._services:
             return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-        if self._is_live() and not self._draining:
+        if not self._draining and self._is_live():
             return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)

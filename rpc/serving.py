@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from specla.rpc.errors import ServiceUnavailableError, SpeclaError
 from specla.rpc.health import HealthServicer
 from specla.rpc.interceptors import CallGuard
-from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig
+from specla.rpc.settings import MAX_MESSAGE_BYTES, ServingConfig, check_file
 
 log = structlog.get_logger("specla.rpc")
 
@@ -25,7 +25,7 @@ class GrpcServer:
     Args:
         config: where to listen.
         services: full names of the services, for health and reflection.
-        register: adds their servicers to the server.
+        register: adds their servicers to the server; called by `start`.
         is_live: whether the engine behind them works, asked at every health check.
         resume_hint: how a caller goes on whose call the stop has ended.
     """
@@ -46,7 +46,7 @@ class GrpcServer:
         self._guard = CallGuard(config.max_concurrent_calls)
         self._health = HealthServicer(services, is_live)
         self._server = grpc.aio.server(interceptors=[self._guard], options=_server_options())
-        register(self._server)
+        self._register = register
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], self._server)
@@ -61,10 +61,13 @@ class GrpcServer:
         """Take the port; calls are answered from `start` on. Harmless twice.
 
         Raises:
+            InvalidRequestError: a file of the certificates cannot be read.
             ServiceUnavailableError: the port is taken or the address is not this machine's.
         """
         if self.port:
             return
+        for field in ("tls_cert", "tls_key", "tls_client_ca"):
+            check_file(field, getattr(self.config, field))
         wanted = _join(self.config.host, self.config.port)
         try:
             credentials = _credentials(self.config)
@@ -75,14 +78,16 @@ class GrpcServer:
         except RuntimeError:
             self.port = 0
         if self.port == 0:
+            pem = ", or tls_cert and tls_key are no PEM pair" if self.config.tls_cert is not None else ""
             raise ServiceUnavailableError(
                 f"cannot listen on {wanted}",
-                hint="Another program has the port (0 takes any), or the host is not this machine's",
+                hint=f"Another program has the port (0 takes any), or the host is not this machine's{pem}",
             )
 
     async def start(self) -> None:
         """Serve; binds first, and raises what `bind` raises, if that has not been done."""
         self.bind()
+        self._register(self._server)
         self._is_started = True
         await self._server.start()
 

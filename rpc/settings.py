@@ -62,6 +62,20 @@ class ServingConfig:
             )
 
 
+def check_file(field: str, path: Path | None) -> None:
+    """Refuse a file that cannot be read; None is no file.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    if path is None:
+        return
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InvalidRequestError(field, f"{path} cannot be read: {error.strerror}", hint="Give a PEM file") from None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a listening address cannot be reached from another machine."""
     if host == "localhost":

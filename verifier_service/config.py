@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.settings import ServingConfig
+from specla.rpc.settings import ServingConfig, check_address
 
 _CPU_CHUNK, _GPU_CHUNK = 128, 2048
 MAX_ROWS = 129  # the root and 128 candidates: the most that one session's part of a pass may have
@@ -88,6 +88,8 @@ class VerifierConfig(ServingConfig):
         _within("max_batch_rows", self.max_batch_rows, 1, 1 << 20)
         _seconds("max_draft_wait_s", self.max_draft_wait_s, 10.0)
         _seconds("idle_timeout_s", self.idle_timeout_s, 1e6)
+        if self.advertised_address:
+            check_address("advertised_address", self.advertised_address)
         if self.prefill_chunk % 16:
             raise InvalidRequestError(
                 "prefill_chunk", f"prefill_chunk is {self.prefill_chunk}", hint="Give a multiple of 16"

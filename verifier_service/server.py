@@ -152,21 +152,25 @@ class VerifierServer:
 
 
 async def serve_verifier(config: VerifierConfig) -> VerifierServer:
-    """Load the target, bind the port and serve.
+    """Bind the port, so that a busy one is known before the target is loaded; load; serve.
 
     Raises:
         ServiceUnavailableError: the port is taken.
         UnsupportedModelError, InvalidRequestError: from the engine.
     """
-    scheduler = await asyncio.to_thread(Scheduler.load, config)
     server = GrpcServer(
         config,
         [SERVICE],
-        partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, VerifierServicer(scheduler)),
-        scheduler.health,
+        lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(scheduler), server),
+        lambda: scheduler.health(),
     )
+    server.bind()
     try:
-        server.bind()
+        scheduler = await asyncio.to_thread(Scheduler.load, config)
+    except BaseException:
+        await server.stop(grace_s=0)
+        raise
+    try:
         scheduler.advertised_address = scheduler.advertised_address or reachable_address(server.address)
         await server.start()
     except BaseException:

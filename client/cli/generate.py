@@ -1,18 +1,22 @@
 """`specla generate`: text to standard output as it comes, figures to standard error."""
 
+import asyncio
 import dataclasses
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specla.client.cli.exits import write_out
-from specla.client.config import DEFAULT_DRAFTERS
+from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
 from specla.client.logs import configure_logs
-from specla.client.options import Options
+from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Delta, GenerateResult, Started
 from specla.rpc.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specla.verifier_service.config import VerifierConfig
 
 
 class Here(NamedTuple):
@@ -39,7 +43,7 @@ def generate(prompt: str, options: Options, *, as_json: bool, here: Here, there:
     """
     configure_logs(log_level)
     text = _read_prompt(prompt)
-    with _generator(here, there, options) as generator:
+    with _generator(text, here, there, options) as generator:
         collector = Collector()
         begun = time.perf_counter()
         for event in generator.stream(text, **options):
@@ -68,7 +72,7 @@ def figures(result: GenerateResult, seconds: float) -> str:
     )
 
 
-def _generator(here: Here, there: There, options: Options) -> Any:
+def _generator(text: str, here: Here, there: There, options: Options) -> Any:
     if there.server is not None:
         for name, value in here._asdict().items():
             if value is not None:
@@ -77,12 +81,42 @@ def _generator(here: Here, there: There, options: Options) -> Any:
         from specla.rpc.channel import ClientTls
 
         return Client(there.server, tls=ClientTls(root_ca=there.ca) if there.ca else None)
-    from specla.client.local import Local
+    if there.ca is not None:
+        raise InvalidRequestError("ca", "--ca has no meaning without --server", hint="Leave it out, or name the server")
+    from specla.drafter_service.config import DrafterConfig
+    from specla.verifier_service.config import VerifierConfig
 
     wanted = options.get("drafter")
     names = DEFAULT_DRAFTERS if wanted is None else [name for name in wanted if name != "none"]
-    given = {name: value for name, value in here._asdict().items() if value is not None}
-    return Local(drafters=tuple(names), **given)
+    drafters = [DrafterConfig.of_name(name, "drafter") for name in names]
+    given: dict[str, Any] = {name: value for name, value in here._asdict().items() if value is not None}
+    config = VerifierConfig(**given)
+    _refuse_early(text, options, config)
+    from specla.client.local import Local
+
+    return Local(verifier=config, drafters=drafters)
+
+
+def _refuse_early(text: str, options: Options, config: "VerifierConfig") -> None:
+    """Refuse, before the target is loaded, what the coordinator of this process would refuse when it is.
+
+    Raises:
+        SpeclaError: as `Local` and its `stream`.
+    """
+    from specla.client.coordinator.request import check_request
+    from specla.client.tokenizer import Tokenizer
+    from specla.v1 import verifier_pb2
+    from specla.verifier_service.targets.config import GatedDeltaNetConfig
+
+    timeout_of(options)
+    request = build_request(text, options)
+    tokenizer = Tokenizer.load(config.target)
+    target = verifier_pb2.GetTargetResponse(
+        dims=verifier_pb2.TargetDims(vocab_size=GatedDeltaNetConfig.from_folder(config.target).vocab_size),
+        limits=verifier_pb2.Limits(max_prompt_tokens=config.max_prompt_tokens, max_new_tokens=config.max_new_tokens),
+    )
+    stop_strings = CoordinatorConfig().max_stop_strings
+    asyncio.run(check_request(request, tokenizer, target, max_stop_strings=stop_strings))
 
 
 def _read_prompt(prompt: str) -> str:

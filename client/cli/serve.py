@@ -51,9 +51,11 @@ def _verifier_fields() -> list[Field]:
 
 async def _start_verifier(values: Values) -> Service:
     from specla.verifier_service.config import VerifierConfig
-    from specla.verifier_service.server import serve_verifier
 
-    return await serve_verifier(take(VerifierConfig, values))
+    config = take(VerifierConfig, values)
+    from specla.verifier_service.server import serve_verifier  # torch: later than what may be refused
+
+    return await serve_verifier(config)
 
 
 def _drafter_fields() -> list[Field]:

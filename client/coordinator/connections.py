@@ -13,6 +13,7 @@ from specla.rpc.errors import ServiceUnavailableError, SpeclaError
 from specla.rpc.links import VerifierPort
 from specla.rpc.remote_drafter import RemoteDrafter
 from specla.rpc.remote_verifier import RemoteVerifier
+from specla.rpc.settings import check_file
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +27,7 @@ class Connections:
     def __init__(self, config: CoordinatorConfig, coordinator: Coordinator) -> None:
         self._config = config
         self._coordinator = coordinator
+        check_file("connect_ca", config.connect_ca)
         self._tls = ClientTls(root_ca=config.connect_ca) if config.connect_ca is not None else None
         self._tasks: list[asyncio.Task[None]] = []
         self._verifier_there = asyncio.Event()

@@ -123,12 +123,57 @@ def test_without_torch_commands_of_other_parts_say_what_to_install(arguments: li
         (["bench", "drafters", "--names", "lookup"], "none, plain decoding"),
         (["demo", "--numerics", "foo"], "foo"),
         (["demo", "--drafter", "none"], "none"),
+        (["demo", "--temperature", "1e-5"], "neither 0 (greedy) nor at least 0.0001"),
+        (["demo", "--max-tokens", "5000"], "4096"),
+        (["demo", "--seed", str(2**64)], str(2**64 - 1)),
     ],
 )
 def test_wrong_values_of_other_parts_commands_exit_2(arguments: list[str], said: str) -> None:
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert done.exit_code == 2, done.output
     assert said in done.output
+    assert "Loading" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "a", "--seed", "-1"], f"sampling.seed: seed is -1. Give an integer from 0 to {2**64 - 1}"),
+        (["generate", "a", "--drafter", "oracle"], "Known here: none, lookup, suffix, random"),
+        (["generate", "a", "--drafter", "nosuch"], "drafter: no drafter is called 'nosuch'. Known here: none, lookup"),
+        (["generate", "a", "--max-tokens", "5000"], "max_tokens is 5000. It must be from 1 to 4096"),
+        (["generate", "a", "--top-p", "2"], "top_p is 2. It must be above 0, at most 1 (off)"),
+        (["generate", "a", "--stop-id", "8192"], "Ids run from 0 to 8191"),
+        (["generate", "a", "--stop", ""], "a stop string is empty"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "a", "--timeout", "nan"], "timeout is nan. Give seconds"),
+        (["generate", "a", "--threads", "-1"], "threads is -1. Give an integer from 0 to 1024"),
+        (["generate", "a", "--device", "gpu"], "Give one of auto, cpu, cuda"),
+        (["generate", "a", "--target", "/nonexistent"], "there is no /nonexistent"),
+        (["generate", "a", "--ca", __file__], "--ca has no meaning without --server"),
+        (["serve", "all", "--drafters", "lookup,oracle"], "drafters: the drafter 'oracle' runs as a service only"),
+        (["serve", "all", "--threads", "-1"], "threads is -1"),
+        (["serve", "verifier", "--max-rows", "0"], "max_rows is 0"),
+        (["serve", "verifier", "--advertised-address", "here"], "advertised_address: 'here' is not HOST:PORT"),
+        (["serve", "drafter", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
+        (["serve", "coordinator", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
+        (["serve", "coordinator", "--tls-cert", "/nonexistent", "--tls-key", "/"], "tls_cert: /nonexistent cannot be"),
+        (["bench", "identity", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "identity", "--temperatures", "0,-1"], "-1 is neither 0 (greedy) nor at least 0.0001"),
+        (["bench", "drafters", "--names", "none,oracle"], "known are none, lookup, suffix, random"),
+        (["bench", "drafters", "--temperatures", "nan"], "nan is neither 0"),
+        (["bench", "drafters", "--max-tokens", "5000"], "4096"),
+        (["bench", "price", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "passes", "--rows", "2,nan"], "nan is no integer from 1 to 129"),
+        (["health", "127.0.0.1:1", "--timeout", "-1"], "timeout is -1.0"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(arguments: list[str], says: str) -> None:
+    """Torch is out of reach here: whatever came as far as a model would complain of that."""
+    done = specla(*arguments, COLUMNS="200")
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert done.stdout == ""
 
 
 def test_health_of_nothing_exits_1() -> None:

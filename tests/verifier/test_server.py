@@ -17,8 +17,11 @@ from specla.rpc.errors import (
     PromptTooLongError,
     ServiceUnavailableError,
     TopologyRefusedError,
+    UnsupportedModelError,
 )
 from specla.rpc.remote_verifier import RemoteVerifier
+from specla.rpc.serving import GrpcServer
+from specla.rpc.settings import ServingConfig
 from specla.rpc.status import from_status
 from specla.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from specla.v1.verifier_pb2 import SessionCommand
@@ -307,6 +310,20 @@ async def test_nobody_at_home() -> None:
 async def test_a_busy_port_leaves_nothing_behind(server: VerifierServer, tiny_target: Path) -> None:
     with pytest.raises(ServiceUnavailableError, match=str(server.port)):
         await serve_verifier(VerifierConfig(target=tiny_target, threads=1, max_sessions=1, port=server.port))
+
+
+async def test_a_busy_port_is_known_before_the_target_is_loaded(server: VerifierServer, tmp_path: Path) -> None:
+    with pytest.raises(ServiceUnavailableError, match=str(server.port)):
+        await serve_verifier(VerifierConfig(target=tmp_path, port=server.port))
+
+
+async def test_a_target_that_cannot_be_loaded_lets_the_port_go(tmp_path: Path) -> None:
+    free = GrpcServer(ServingConfig(), [], lambda server: None)
+    free.bind()
+    await free.stop(grace_s=0)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError):
+            await serve_verifier(VerifierConfig(target=tmp_path, port=free.port))
 
 
 @pytest.mark.parametrize(("bound", "same"), [("127.0.0.1:5", True), ("0.0.0.0:5", False), ("[::]:5", False)])
