@@ -31,8 +31,10 @@ def load(path: Path = HELD_OUT, *, domain: str | None = None, limit: int | None 
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refusal(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise _refusal(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _refusal(f"{path} is not UTF-8 at byte {error.start}") from None
     prompts = [_parsed(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if domain is not None:
         prompts = [prompt for prompt in prompts if prompt.domain == domain]

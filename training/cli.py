@@ -1,23 +1,30 @@
 """Subcommands of `specla data` and `specla train`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 data = typer.Typer(help="Build training data.", no_args_is_help=True)
 train = typer.Typer(help="Train models.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option(help="Folder of the built data.")]
+Device = Annotated[Literal["cuda", "cpu"], typer.Option(help="Where it runs.")]
 
 
 @data.command("build")
 def build_data(
     out: Out = Path("data"),
-    config: Annotated[Path | None, typer.Option(help="TOML list of sources; the packaged one unless given.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 8192,
-    sums: Annotated[int, typer.Option(help="Worked sums to make.")] = 120_000,
-    puzzles_each: Annotated[int, typer.Option(help="Problems a reasoning-gym generator.")] = 3_000,
+    config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="TOML list of sources; the packaged one unless given."),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Size of the vocabulary.")] = 8192,
+    sums: Annotated[int, typer.Option(min=0, help="Worked sums to make.")] = 120_000,
+    puzzles_each: Annotated[int, typer.Option(min=0, help="Problems a reasoning-gym generator.")] = 3_000,
 ) -> None:
     """Fetch openly licensed packages and make documents, tokenizer, token streams and manifest of them."""
     from specla.training.data.build import BuildConfig, build
@@ -43,18 +50,25 @@ def _train() -> None:
 
 @train.command("target")
 def train_target(
-    config: Annotated[Path, typer.Option(help="TOML file with the tables shape and train.")],
+    config: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="TOML file with the tables shape and train.")
+    ],
     data: Out = Path("data"),
     out: Annotated[Path, typer.Option(help="Folder of the run; a checkpoint in it is resumed.")] = Path("runs/target"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; run again to go on.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Training tokens in all, instead of the configuration's.")] = None,
+    device: Device = "cuda",
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so many seconds; run again to go on.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Training tokens in all, instead of the configuration's.")
+    ] = None,
 ) -> None:
     """Train the target model; the result lies in OUT/model, the loss curve in OUT/loss.svg."""
     import dataclasses
 
     import torch
 
+    _check_device(device)
     from specla.training.target.checkpoint import ResumeError
     from specla.training.target.config import ConfigError, load_config
     from specla.training.target.trainer import Trainer
@@ -73,16 +87,18 @@ def train_target(
 
 @train.command("eval")
 def evaluate(
-    model: Annotated[Path, typer.Option(help="Folder of a model in Hugging Face format.")],
+    model: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of a model in Hugging Face format.")
+    ],
     data: Out = Path("data"),
     out: Annotated[Path, typer.Option(help="JSON file that the results are added to.")] = Path("eval.json"),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
-    test_tokens: Annotated[int, typer.Option(help="Most test tokens a domain.")] = 200_000,
-    part: Annotated[str, typer.Option(help="model, baselines or both.")] = "both",
+    device: Device = "cpu",
+    test_tokens: Annotated[int, typer.Option(min=1, help="Most test tokens a domain.")] = 200_000,
+    part: Annotated[Literal["model", "baselines", "both"], typer.Option(help="What is measured.")] = "both",
 ) -> None:
     """Measure a target on held-out documents, beside a 5-gram model and xz."""
-    from tokenizers import Tokenizer
-
+    _check_device(device)
+    tokenizer = _tokenizer(model / "tokenizer.json")
     from specla.training.target.checkpoint import load_model
     from specla.training.target.evaluate import (
         evaluate_baselines,
@@ -91,9 +107,6 @@ def evaluate(
         merge_results,
     )
 
-    if part not in ("model", "baselines", "both"):
-        raise typer.BadParameter(f"{part!r} is none of model, baselines, both", param_hint="--part")
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokens = data / "tokens"
     if part != "baselines":
         target = load_model(model).to(device)
@@ -110,12 +123,10 @@ def write_held_out_prompts(
     out: Annotated[Path, typer.Option(help="JSON lines file to write.")] = Path("benchmarks/prompts/held_out.jsonl"),
 ) -> None:
     """Cut 200 prompts out of held-out documents: prose, code, worked maths, repetitive code."""
-    from tokenizers import Tokenizer
-
     from specla.training.data.documents import read_documents
     from specla.training.data.held_out import write_prompts
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    tokenizer = _tokenizer(folder / "tokenizer" / "tokenizer.json")
     typer.echo(write_prompts(read_documents(folder / "held_out.jsonl"), tokenizer, out, seed=1))
 
 
@@ -127,3 +138,18 @@ def write_model_card(
     from specla.training.target.card import write_card
 
     typer.echo(write_card(folder))
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("PyTorch finds no CUDA device here; give cpu", param_hint="--device")
+
+
+def _tokenizer(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        raise typer.BadParameter(f"there is no {file}")
+    return Tokenizer.from_file(str(file))

@@ -21,8 +21,12 @@ def doctor(target: str | None, device: str) -> None:
     """Print what is found, one fact a line, and generate a few tokens.
 
     Raises:
+        InvalidRequestError: no such device.
         typer.Exit: status 1 if no text could be generated.
     """
+    from specla.verifier_service.config import VerifierConfig
+
+    VerifierConfig(device=device)  # type: ignore[arg-type]
     configure_logs("error")
     _say("python", f"{platform.python_version()} on {platform.platform(terse=True)}")
     for package in _PACKAGES:

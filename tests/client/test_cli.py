@@ -108,7 +108,7 @@ def test_without_torch_generate_says_what_to_install() -> None:
     assert "torch is not installed; the extra [verifier]" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["bench", "passes"], ["train", "target", "--config", "nowhere.toml"], ["demo"]])
+@pytest.mark.parametrize("arguments", [["bench", "passes"], ["train", "target", "--config", __file__], ["demo"]])
 def test_without_torch_commands_of_other_parts_say_what_to_install(arguments: list[str]) -> None:
     done = specla(*arguments)
     assert done.returncode == 1, done.stderr
@@ -166,6 +166,12 @@ def test_wrong_values_of_other_parts_commands_exit_2(arguments: list[str], said:
         (["bench", "price", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
         (["bench", "passes", "--rows", "2,nan"], "nan is no integer from 1 to 129"),
         (["health", "127.0.0.1:1", "--timeout", "-1"], "timeout is -1.0"),
+        (["doctor", "--device", "gpu"], "device: device is 'gpu'. Give one of auto, cpu, cuda"),
+        (["train", "target", "--config", "/nonexistent"], "'/nonexistent' does not exist"),
+        (["train", "target", "--config", __file__, "--device", "gpu"], "'gpu' is not one of 'cuda', 'cpu'"),
+        (["train", "eval", "--model", "/nonexistent"], "'/nonexistent' does not exist"),
+        (["data", "build", "--vocab-size", "0"], "greater than or equal to 1"),
+        (["data", "prompts", "--data", "/nonexistent"], "there is no /nonexistent/tokenizer/tokenizer.json"),
     ],
 )
 def test_what_needs_no_model_is_refused_before_one_is_loaded(arguments: list[str], says: str) -> None:
