@@ -12,6 +12,7 @@ tells them what, which all threads of a group write alike.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -195,7 +196,7 @@ def launch_between_mixers() -> None:
     assert place is not None
 
     def matrix(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda").to(_DTYPE) * shape[1] ** -0.5
+        return torch.randn(shape, device="cuda").to(_DTYPE) / math.sqrt(shape[1])
 
     norm, rows, parts = torch.ones(hidden, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda"), 2
     row = DenseRow(
