@@ -75,6 +75,8 @@ class PoolTable:
         self.rows, self.kept = rows, taps - 1
         self.words: Ints = np.zeros((slots, 1 + 2 * rows + self.kept), np.int32)
         self.slots = [PoolRows(rows, taps, within=words) for words in self.words]
+        none: Ints = np.empty(0, np.int32)
+        _accept_taken(self.words, none, none, none, self.rows, self.kept)  # compiled before a pass needs it
 
     def accept(self, slots: Ints, paths: Sequence[Sequence[int]]) -> None:
         """After a pass: rows of it that were accepted, each slot's root first, none where nothing moves on."""

@@ -122,7 +122,8 @@ class GpuBackend:
             store.write_states([slot for slot in lineup.slots if len(store.rows[slot].pending) > MOST_PENDING])
             changes = run.host.put(lineup, row_tokens, lengths)
             assert changes is not None, "states were written"
-        run.launch(None if changes is NO_CHANGES and not self._changes_stand else changes)
+        stood, self._changes_stand = self._changes_stand, True  # a launch that fails may have put some
+        run.launch(None if changes is NO_CHANGES and not stood else changes)
         self._changes_stand = changes.any
         run.buffers.batch.stored(store.in_use)
         return GpuPassRows(self, run, lineup, adjusted=changes.any)

@@ -133,7 +133,6 @@ class PassBuffers:
         entries: which single logits change before; all buckets share them.
         sampled, errors: int32 [R], results, in the host's memory: the last kernel writes them there.
         workspace: of the serial kernels.
-        want_logprobs: whether a session of the last rows that were put asks for log-probabilities.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class PassBuffers:
         self._results: NDArray[np.int32] = results.numpy()
         self._used, self._found = 0, self._results[:, :0]
         self._sessions: Sequence[SessionSampling] = ()
-        self._adjusts = self.want_logprobs = False
+        self._adjusts = False
         self._row_tokens = self._tokens.words().data
         _, arrived = SerialWorkspace.shapes(bucket, config.value_heads, config.head_dim, config.head_v_dim)
         self.workspace = SerialWorkspace(self.activations.kept, torch.zeros(arrived, dtype=torch.int32, device=device))
@@ -215,7 +214,6 @@ class PassBuffers:
         if sampling.sessions is not self._sessions:  # a list is not changed in place
             self._sessions = sampling.sessions
             self._adjusts = any([session.adjusts for session in sampling.sessions])
-            self.want_logprobs = any([session.params.top_logprobs is not None for session in sampling.sessions])
         return self.entries.changes_of(sampling) if self._adjusts else NO_CHANGES
 
     def expect_results(self) -> None:

@@ -47,6 +47,9 @@ class HostSide:
         self.slots: Ints = np.empty(0, np.int32)
         self._depths, self._lengths = self.slots, self.slots
         self._length_view = self._lengths.view(np.uint32).data
+        # Over no session, so that both are compiled before a pass needs them.
+        _refill(words, self._firsts, *[self.slots] * 3, pools.words, pools.rows, pools.kept, buffers.bucket.pending)
+        _take_walks(pools.words, self.slots, self._walked, pools.rows, pools.kept)
 
     def put(self, lineup: Lineup, row_tokens: Sequence[int], lengths: Sequence[int]) -> Changes | None:
         """The next pass's inputs; its sessions get free rows of their pools.

@@ -11,13 +11,15 @@ import torch
 from tree_cases import chain, random_tree
 
 from specla.kernels.gpu.adjusting import NO_CHANGES, Changes
+from specla.kernels.gpu.factor_pool import _accept_taken
 from specla.kernels.gpu.selector import Selector
 from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.tree import pack
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.buckets import MOST_PENDING
-from specla.verifier_service.gpu.host_side import HostSide
+from specla.verifier_service.gpu.host_side import HostSide, _refill, _take_walks
+from specla.verifier_service.gpu.pass_run import PassRun
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
@@ -119,3 +121,35 @@ def test_too_much_pending_is_said_before_anything_is_done(tiny_target_of: Callab
     for _ in range(2):
         assert host.put(lineup, range(12), [5]) is None
         np.testing.assert_array_equal(pools.words, before)
+
+
+@torch.inference_mode()
+def test_changes_of_a_launch_that_failed_do_not_stand(
+    tiny_target_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session's bans were put, then its pass did not begin: the next one's logits are its own."""
+    backend, root = backend_of(tiny_target_of(layers=1, hidden=32, heads=1)), pack([chain(1)])
+    slot = backend.acquire()
+
+    def token(**how: object) -> int:
+        states = SessionSampling(SamplingParams(temperature=0.0, **how), VOCAB)  # type: ignore[arg-type]
+        return int(backend.run(Lineup([slot], root, [states]), [7], [1]).tokens[0])
+
+    def fail(run: PassRun) -> None:
+        raise RuntimeError("out of memory")
+
+    wanted = token()
+    assert token(banned_ids=frozenset([wanted])) != wanted
+    assert token() == wanted
+    with monkeypatch.context() as broken:
+        broken.setattr(PassRun, "replay", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            token(banned_ids=frozenset([wanted]))
+    assert token() == wanted
+
+
+def test_compiled_parts_are_compiled_before_a_pass(tiny_target_of: Callable[..., Path]) -> None:
+    backend = backend_of(tiny_target_of(layers=1, hidden=32, heads=1))
+    assert len(_accept_taken.signatures) == 1
+    backend.pass_of([chain(1)])
+    assert [len(f.signatures) for f in (_refill, _take_walks)] == [1, 1]
