@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specla.kernels.jit import compiled
+from specla.kernels.jit import compiled_where_numba_is
 from specla.kernels.tree import TreeBatch
 from specla.rpc.errors import InvalidRequestError
 
@@ -126,7 +126,7 @@ def walk(batch: TreeBatch, row_tokens: Ints, sampled: Ints, out: Ints) -> Walks:
     return Walks(told[: (first + 1) // 2], told[first:middle], told[middle:])
 
 
-@compiled
+@compiled_where_numba_is
 def _walk(parents: Any, offsets: Any, row_tokens: Any, sampled: Any, out: Any) -> int:
     """See `walk`; returns how many words were written. A child's row is behind its parent's."""
     sessions = len(offsets) - 1
