@@ -24,6 +24,7 @@ from torch import Tensor
 from specla.kernels.gpu.chunk_batch import CHUNK, ChunkBatch
 from specla.kernels.gpu.chunk_scan import launch_scan, scans
 from specla.kernels.gpu.layer_rows import LayerRows
+from specla.kernels.gpu.overlap import overlapping, wait_for_previous
 
 _WIDE_CHUNK = 16  # in float32, whose tiles of 64 rows do not fit
 _KEYS = 64  # columns of k and q that the first launch takes at a time
@@ -147,11 +148,13 @@ def _store_square(p, x, o_square, half_stride, SPLIT: tl.constexpr):
 def chunk_solve_kernel(
     p_q, p_k, p_g, p_beta, p_inverse, p_scores, p_decay, p_owner, half_stride, decay_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (HV, chunks)."""
     i_h, i_n = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_owner + i_n * C // BLOCK) < 0:
+    owner = tl.load(p_owner + i_n * C // BLOCK)
+    wait_for_previous(OVERLAP)
+    if owner < 0:
         return
     o_c = tl.arange(0, C)
     o_gate = i_n * (C * HV) + i_h
@@ -187,10 +190,11 @@ def chunk_solve_kernel(
 def chunk_scan_kernel(
     p_q, p_k, p_v, p_inverse, p_scores, p_decay, p_states, p_o, p_texts, half_stride, decay_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of V, HV, texts). KEYS: the state's K."""
     DTYPE: tl.constexpr = p_k.dtype.element_ty
+    wait_for_previous(OVERLAP)
     i_v, i_h = tl.program_id(0), tl.program_id(1)
     p_texts += 3 * tl.program_id(2)
     first, tokens = tl.load(p_texts), tl.load(p_texts + 1)
@@ -244,7 +248,15 @@ def chunk_scan_kernel(
     tl.store(p_state + o_state, s, mask=m_state)
 
 
-def chunk_delta_rule(rows: LayerRows, states: Tensor, batch: ChunkBatch, workspace: ChunkWorkspace, o: Tensor) -> None:
+def chunk_delta_rule(
+    rows: LayerRows,
+    states: Tensor,
+    batch: ChunkBatch,
+    workspace: ChunkWorkspace,
+    o: Tensor,
+    *,
+    overlap: bool = False,
+) -> None:
     """Runs consecutive tokens of each text and leaves the states that stand after them.
 
     For each head: S <- e^g S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q.
@@ -257,6 +269,8 @@ def chunk_delta_rule(rows: LayerRows, states: Tensor, batch: ChunkBatch, workspa
         batch: which rows belong to which slot's text.
         workspace: for R tokens or more.
         o: float32 or the model's dtype [R, HV, V]; rows of no text are left alone or set to zeros.
+        overlap: whether to begin while the kernel before, which must not write `batch`, may still run. The next launch
+            may begin once the last of these has waited.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
@@ -266,19 +280,19 @@ def chunk_delta_rule(rows: LayerRows, states: Tensor, batch: ChunkBatch, workspa
     value_heads, value_width = rows.v.shape[1:]
     chunk, dtype = workspace.scores.shape[-1], rows.k.dtype
     strides = workspace.inverse.stride(0), workspace.decay.stride(0)
-    split = halves_of(dtype) == 2
+    split, overlaps = halves_of(dtype) == 2, overlapping(overlap)
     chunk_solve_kernel[(value_heads, tokens // chunk)](
         rows.q, rows.k, rows.g, rows.beta, *workspace, batch.owner, *strides,
         H=heads, HV=value_heads, K=pitch, BK=min(_KEYS, triton.next_power_of_2(pitch)), C=chunk, BLOCK=CHUNK,
-        SPLIT=split, num_warps=_SOLVE_WARPS,
+        SPLIT=split, OVERLAP=overlaps, num_warps=_SOLVE_WARPS, launch_pdl=overlaps > 0,
     )  # fmt: skip
     if states.is_cuda and not triton.knobs.runtime.interpret and scans(pitch, dtype):
-        launch_scan(rows.q, rows.k, rows.v, *workspace, states, o, batch.texts)
+        launch_scan(rows.q, rows.k, rows.v, *workspace, states, o, batch.texts, overlaps)
         return
     chunk_scan_kernel[(triton.cdiv(value_width, _COLUMNS), value_heads, len(batch.texts))](
         rows.q, rows.k, rows.v, *workspace, states, o, batch.texts, *strides,
         H=heads, HV=value_heads, K=pitch, KEYS=states.shape[2], V=value_width, BK=triton.next_power_of_2(pitch),
-        BV=_COLUMNS, C=chunk, SPLIT=split, num_warps=_SCAN_WARPS,
+        BV=_COLUMNS, C=chunk, SPLIT=split, OVERLAP=overlaps, num_warps=_SCAN_WARPS, launch_pdl=overlaps > 0,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.kernels.gpu.layouts import barrier
 
@@ -105,13 +106,16 @@ def _product_of_halves(a_upper, a_lower, b_upper, b_lower, acc, FIRST: gl.conste
 def chunk_scan_streamed_kernel(
     q, k, v, inverse, scores, p_decay, p_states, p_o, p_texts, decay_stride,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KEYS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    C: gl.constexpr, LOWER: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, LOWER: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (V / BV, HV, texts).
+    """Grid (V / BV, HV, texts). What overlaps the kernel before is the way of S into registers.
+
+    To ask for tiles takes a barrier each, so it is done while products run: those of a chunk's keys and queries.
 
     LOWER: rows of `inverse` and `scores` before their lower halves. KEYS: the state's K.
     """
     DTYPE: gl.constexpr = k.dtype
+    APART: gl.constexpr = K * BV <= 4096  # there is room for u and what it adds to S beside what they come from
     P: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, P)
     i_v, i_h = gl.program_id(0), gl.program_id(1)
@@ -135,17 +139,27 @@ def chunk_scan_streamed_kernel(
     s_lower = gl.allocate_shared_memory(DTYPE, [K, BV], v.layout)
     upper = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
     lower = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
-    u_upper, u_lower = s_upper.slice(0, C), s_lower.slice(0, C)  # S is done with by then
+    if APART:
+        u_upper = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
+        u_lower = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
+        more_upper = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
+        more_lower = gl.allocate_shared_memory(DTYPE, [C, BV], v.layout)
+    else:
+        u_upper, u_lower = s_upper.slice(0, C), s_lower.slice(0, C)  # S is done with by then
+        more_upper, more_lower = upper, lower
     ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES + 1):
         mbarrier.init(ready.index(i), count=1)
+    of_text = (o_k < KEYS) & (chunks > 0)
+    s = gl.load(p_state + o_s, mask=of_text, other=0.0)  # [K, BV]
     _visible()
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     for i in gl.static_range(STAGES):
         _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i, first, o_key, o_value, i_h, i < chunks,
              C, HV, LOWER, STAGES)  # fmt: skip
     _ask_scores(scores, at_scores, ready.index(STAGES), (first * HV + i_h) * C, chunks > 0, LOWER)
-    of_text = (o_k < KEYS) & (chunks > 0)
-    s = gl.load(p_state + o_s, mask=of_text, other=0.0)  # [K, BV]
     p_decay += (first * HV + i_h) * C
     p_o += first * (C * HV * V)
     from_start = gl.load(p_decay + row)
@@ -161,6 +175,10 @@ def chunk_scan_streamed_kernel(
         by_keys = warpgroup_mma(keys, s_upper, none, use_acc=False, is_async=True)
         by_keys = warpgroup_mma(keys, s_lower, by_keys, is_async=True)
         o = warpgroup_mma(at_q.index(at), s_upper, none, use_acc=False, is_async=True)
+        if STAGES > 1:  # all have left the chunk before
+            _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + STAGES - 1, first, o_key, o_value,
+                 i_h, (i > 0) & (i + STAGES - 1 < chunks), C, HV, LOWER, STAGES)  # fmt: skip
+            _ask_scores(scores, at_scores, ready.index(STAGES), ((first + i) * HV + i_h) * C, i > 0, LOWER)
         # The next chunk's decays; of the last chunk its own again.
         p_decay += (i + 1 < chunks).to(gl.int32) * (HV * C)
         next_from_start = gl.load(p_decay + row)
@@ -172,22 +190,25 @@ def chunk_scan_streamed_kernel(
         _visible()
         u = _product_of_halves(at_inverse.index(2 * at), at_inverse.index(2 * at + 1), upper, lower, none, True)
         o, u = warpgroup_mma_wait(0, deps=[o, u])
-        barrier()  # all have read the halves
-        _store_halves(u * gl.expand_dims(to_end, 1), upper, lower)
+        if not APART:
+            barrier()  # all have read the halves
+        _store_halves(u * gl.expand_dims(to_end, 1), more_upper, more_lower)
         _store_halves(u, u_upper, u_lower)
         _visible()
+        s = warpgroup_mma(keys.permute((1, 0)), more_lower, s * whole, is_async=True)
+        s = warpgroup_mma(keys.permute((1, 0)), more_upper, s, is_async=True)
         mbarrier.wait(ready.index(STAGES), i & 1)
-        s = warpgroup_mma(keys.permute((1, 0)), lower, s * whole, is_async=True)
-        s = warpgroup_mma(keys.permute((1, 0)), upper, s, is_async=True)
         o = _product_of_halves(
             at_scores.index(0), at_scores.index(1), u_upper, u_lower, o * gl.expand_dims(from_start, 1), False
         )
         s, o = warpgroup_mma_wait(0, deps=[s, o])
-        barrier()  # all have read the chunk
-        _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + STAGES, first, o_key, o_value,
-             i_h, i + STAGES < chunks, C, HV, LOWER, STAGES)  # fmt: skip
-        o_square = ((first + i + 1) * HV + i_h) * C
-        _ask_scores(scores, at_scores, ready.index(STAGES), o_square, i + 1 < chunks, LOWER)
+        if not APART:
+            barrier()  # all have read the chunk
+        if STAGES == 1:
+            _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + 1, first, o_key, o_value,
+                 i_h, i + 1 < chunks, C, HV, LOWER, STAGES)  # fmt: skip
+            o_square = ((first + i + 1) * HV + i_h) * C
+            _ask_scores(scores, at_scores, ready.index(STAGES), o_square, i + 1 < chunks, LOWER)
         gl.store(p_o + i * (C * HV * V) + o_o, o.to(p_o.dtype.element_ty))
         from_start, to_end, whole = next_from_start, next_to_end, next_whole
     for i in gl.static_range(STAGES + 1):
@@ -205,6 +226,7 @@ def launch_scan(
     states: Tensor,
     o: Tensor,
     texts: Tensor,
+    overlap: int,
 ) -> None:
     """`chunk_delta.chunk_delta_rule`'s second launch; the arguments are checked there."""
     rows, heads, key_width = k.shape
@@ -214,7 +236,8 @@ def launch_scan(
         _tiles(q, rows, chunk, key_width), _tiles(k, rows, chunk, key_width), _tiles(v, rows, chunk, columns),
         _tiles(inverse, -1, chunk, chunk), _tiles(scores, -1, chunk, chunk), decay, states, o, texts, decay.stride(0),
         H=heads, HV=value_heads, K=key_width, KEYS=states.shape[2], V=value_width, BV=columns, C=chunk,
-        LOWER=scores.stride(0) // chunk, STAGES=1 if key_width == 512 else 2, num_warps=_WARPS,
+        LOWER=scores.stride(0) // chunk, STAGES=1 if key_width == 512 else 2, OVERLAP=overlap,
+        num_warps=_WARPS, launch_pdl=overlap > 0,
     )  # fmt: skip
 
 

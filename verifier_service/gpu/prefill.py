@@ -176,7 +176,7 @@ class Prefill:
         return ChunkKey(rows, 1 if len(tokens) == 1 else MOST_TEXTS, keeps)
 
     def _launch(self, key: ChunkKey) -> None:
-        """All launches, to where nothing more is wanted."""
+        """All launches, to where nothing more is wanted. Ours begin while the one before ends, cuBLAS's behind it."""
         weights, buffers, streams = self._weights, self._buffers.first(key.rows), self._inputs.streams[:, : key.texts]
         batch, eps, last = (
             self._inputs.batch.first(key.rows, key.texts),
@@ -184,9 +184,9 @@ class Prefill:
             len(weights.layers) - 1,
         )
         stream, normed, added = buffers.stream, buffers.normed, None
-        embed(batch.tokens, weights.embeddings, stream, batch.rows)
+        embed(batch.tokens, weights.embeddings, stream, batch.rows, overlap=True)
         for i, layer in enumerate(weights.layers):
-            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, batch.rows)
+            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, batch.rows, overlap=True)
             if i and key.keeps:
                 keep_rows(stream, streams[i - 1], batch)
             states, pool = self._store.layer(i)
@@ -194,12 +194,12 @@ class Prefill:
             if i == last and not key.keeps:
                 return
             _mixer_output(weights, layer, batch, buffers)
-            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, batch.rows)
+            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, batch.rows, overlap=True)
             torch.mm(normed, layer.gate_up.T, out=buffers.gate_up)
-            chunk_swiglu(buffers.gate_up, buffers.activated, batch.rows)
+            chunk_swiglu(buffers.gate_up, buffers.activated, batch.rows, overlap=True)
             torch.mm(buffers.activated, layer.down.T, out=buffers.added)
             added = buffers.added
-        add_rms_norm(stream, added, weights.norm, eps, normed, batch.rows)
+        add_rms_norm(stream, added, weights.norm, eps, normed, batch.rows, overlap=True)
         keep_rows(stream, streams[last], batch)
         keep_rows(normed, streams[last + 1], batch)
 
@@ -225,8 +225,8 @@ def _recurrence(
     """From the normed stream to the recurrence's outputs; the slot's state and raw inputs advance."""
     torch.mm(buffers.normed, layer.inputs.T, out=buffers.inputs)
     x, a, b, _ = InputWidths.of(weights.config).split(buffers.inputs)
-    chunk_convolution(x, a, b, layer.convolution, pool.x, batch, buffers.rows)
-    chunk_delta_rule(buffers.rows, states, batch, buffers.workspace, buffers.o)
+    chunk_convolution(x, a, b, layer.convolution, pool.x, batch, buffers.rows, overlap=True)
+    chunk_delta_rule(buffers.rows, states, batch, buffers.workspace, buffers.o, overlap=True)
 
 
 def _mixer_output(weights: GpuWeights, layer: GpuLayer, batch: ChunkBatch, buffers: ChunkBuffers) -> None:
@@ -234,5 +234,5 @@ def _mixer_output(weights: GpuWeights, layer: GpuLayer, batch: ChunkBatch, buffe
     config = weights.config
     gate = InputWidths.of(config).split(buffers.inputs)[3]
     activation: Activation = "sigmoid" if config.output_gate_activation == "sigmoid" else "silu"
-    gated_norm(buffers.o, gate, layer.output_norm, config.norm_eps, activation, buffers.mixed, batch.rows)
+    gated_norm(buffers.o, gate, layer.output_norm, config.norm_eps, activation, buffers.mixed, batch.rows, overlap=True)
     torch.mm(buffers.mixed, layer.output.T, out=buffers.added)

@@ -123,10 +123,18 @@ def check(layer, texts, more=0):
         ((1, 2, 16, 48), 4, [(2, 2), (65, 3), (1, 0)]),
         ((1, 2, 16, 16), 1, [(5, 0), (3, 0)]),
         ((2, 2, 16, 16), 7, [(33, 4)]),
+        ((1, 2, 16, 16), 4, [(200, 1), (131, 2)]),  # programs between a text's first rows and its last
     ],
 )
 def test_rows_gates_and_pools_against_the_reference(shape, taps, texts, device):
     check(Layer(shape, taps, torch.float32, device, negative=taps == 2), texts, more=16 * (taps % 2))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, torch.float32), (256, torch.float32), (512, torch.float32), (64, torch.float16)]
+)
+def test_norms_of_wide_heads(width, dtype, device):
+    check(Layer((1, 1, width, 16), 4, dtype, device), [(18, 2)])
 
 
 def test_a_text_behind_a_text_or_beside_others_has_the_bits_of_one(device):

@@ -20,9 +20,10 @@ def check(rows, width, dtype, device):
     assert bool((memory[rows:] == POISON).all()), "rows that are not asked for were written"
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "width"), [(2, 16), (4, 176), (6, 1032)])
-def test_against_float64(rows, width, device):
-    check(rows, width, torch.float32, device)
+def test_against_float64(rows, width, dtype, device):
+    check(rows, width, dtype, device)
 
 
 def test_what_does_not_fit_is_refused(device):

@@ -9,9 +9,11 @@ import triton
 from gpu_layers import Dims, make_layer
 from tree_cases import chain
 
-from specla.kernels.gpu import held, held_blocks, serial_batch, serial_split, streamed
+from specla.kernels.gpu import chunk_scan, held, held_blocks, serial_batch, serial_split, streamed
+from specla.kernels.gpu.chunk_delta import ChunkWorkspace
 from specla.kernels.gpu.factorised import verify_factorised
 from specla.kernels.gpu.held import HeldTile
+from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.serial import SerialWorkspace, verify_serial
 from specla.kernels.gpu.streamed import StreamedTile
@@ -130,3 +132,21 @@ def test_chunks_of_a_bucket(
     assert [recorder.bound[name] for name in ("CHUNKS", "KEPT", "W")] == [chunks, kept, warps]
     with pytest.raises(ValueError, match="2, 4 warps"):
         verify_factorised(layer.rows, layer.state, layer.pool, layer.batch, layer.o, HeldTile(1))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_walk_through_chunks_is_given_every_parameter(monkeypatch: pytest.MonkeyPatch, overlap: int) -> None:
+    recorder = Recorder(chunk_scan.chunk_scan_streamed_kernel)
+    monkeypatch.setattr(chunk_scan, "chunk_scan_streamed_kernel", recorder)
+    monkeypatch.setattr(chunk_scan, "_multiprocessors", lambda _: 132)
+    rows = LayerRows.empty(128, 2, 4, 256, 64, torch.bfloat16, "cpu")
+    workspace = ChunkWorkspace.empty(128, 4, torch.bfloat16, "cpu")
+    states, texts = torch.zeros(3, 4, 192, 64), torch.zeros(2, 3, dtype=torch.int32)
+    o = torch.empty_like(rows.v)
+    chunk_scan.launch_scan(rows.q, rows.k, rows.v, *workspace, states, o, texts, overlap)
+    assert recorder.grid == (4, 4, 2)
+    assert recorder.bound["p_texts"] is texts
+    assert recorder.bound["p_decay"] is workspace.decay
+    assert recorder.bound["OVERLAP"] == overlap
+    sizes = {name: recorder.bound[name] for name in ("H", "HV", "K", "KEYS", "V", "BV", "C", "LOWER", "STAGES")}
+    assert sizes == {"H": 2, "HV": 4, "K": 256, "KEYS": 192, "V": 64, "BV": 16, "C": 64, "LOWER": 512, "STAGES": 2}
