@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specla.kernels import reference
+from specla.kernels.gpu import chunk_convolution as chunk_convolution_module
 from specla.kernels.gpu.chunk_batch import CHUNK, ChunkInputs, ChunkText
 from specla.kernels.gpu.chunk_convolution import chunk_convolution
 from specla.kernels.gpu.convolution import ConvolutionParameters, tree_convolution
@@ -194,3 +195,17 @@ def test_what_does_not_fit_is_refused(device):
 def test_all_shapes_on_the_device(shape, dtype, device):
     layer = Layer(shape, 4, dtype, device)
     check(layer, [(130, 1), (2, 3), (64, 0)], more=-shape[2] % 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 2, 256, 256), (2, 4, 128, 128), (1, 2, 64, 64), (1, 1, 512, 64)])
+def test_bits_know_no_rows_of_a_program_nor_warps(shape, device, monkeypatch):
+    found = []
+    for rows, warps in ((1, 16), (64, 16), (1, 4), (32, 8)):
+        monkeypatch.setattr(chunk_convolution_module, "_FEWEST_ROWS", max(rows, 16))
+        monkeypatch.setattr(chunk_convolution_module, "_ELEMENTS", rows * max(shape[2:]))
+        monkeypatch.setattr(chunk_convolution_module, "_WARPS", warps)
+        layer = Layer(shape, 4, torch.bfloat16, device)
+        found.append(layer.run([(0, *layer.inputs(200), [-1, -1, -1], [0, 1, 2])])[0])
+    for other in found[1:]:
+        assert all(torch.equal(*both) for both in zip(found[0], other, strict=True))
