@@ -26,7 +26,7 @@ from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.verifier_service import prefilling
 from specla.verifier_service.acceptance import Stopping
-from specla.verifier_service.backend import Backend
+from specla.verifier_service.backend import Backend, RunningChunks
 from specla.verifier_service.backends import backend_for, memory_of
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of
@@ -87,6 +87,7 @@ class Engine:
         self.backend: Backend = backend or backend_for(config, self.target, self.max_sessions)
         self._sessions: set[Session] = set()
         self._inputs: PassInputs | None = None
+        self._under_way: RunningChunks | None = None
 
     @property
     def free_slots(self) -> int:
@@ -169,8 +170,14 @@ class Engine:
 
     @torch.inference_mode()
     def end_prefill(self, running: RunningPrefill) -> int:
-        """Wait for what was begun and move its sessions on. Returns how many tokens have run."""
-        return prefilling.end(running)
+        """Wait for what was begun and move its sessions on. Returns how many tokens have run.
+
+        Where no session decodes, a chunk that others follow is not waited for: the next is then begun while it runs.
+        """
+        waits = not self.overlaps or any(session.ready for session in self._sessions)
+        if not waits and not running.is_read:
+            self._under_way = running.chunks
+        return prefilling.end(running, wait=waits)
 
     def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
         """Run roots and candidates of all items in one pass: draft tokens in, committed tokens out.
@@ -186,6 +193,9 @@ class Engine:
     @without_gradients
     def begin_pass(self, items: Sequence[PassItem]) -> RunningPass:
         """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
+        if self._under_way is not None:  # its time is none of the pass's
+            self._under_way.wait()
+            self._under_way = None
         started = time.perf_counter()
         self._inputs = inputs = inputs_of(items, self.config.max_rows, self._inputs)
         _, lineup, row_tokens, lengths = inputs

@@ -25,6 +25,8 @@ class Piece(NamedTuple):
     chunked: bool
     layers: tuple[int, ...]
     """Whose streams are kept of it."""
+    more: bool
+    """Whether another chunk of the session comes after it."""
 
     @property
     def tokens(self) -> list[int]:
@@ -44,6 +46,11 @@ class RunningPrefill(NamedTuple):
         """Whose tokens run."""
         return [piece.session for piece in self.pieces]
 
+    @property
+    def is_read(self) -> bool:
+        """Whether anything but the next chunks needs what runs."""
+        return any(piece.layers or not piece.more for piece in self.pieces)
+
 
 def next_piece(session: Session, chunk_tokens: int, chain_rows: int) -> Piece:
     """What comes next of a session that is not ready."""
@@ -52,9 +59,9 @@ def next_piece(session: Session, chunk_tokens: int, chain_rows: int) -> Piece:
     stop = min(start + chunk_tokens, last)
     if stop - start > chain_rows:
         kept = ring is not None and stop > len(session.tokens) - 1 - ring.spec.window  # else the rest fills the window
-        return Piece(session, start, stop, True, layers if kept else ())
+        return Piece(session, start, stop, True, layers if kept else (), last - stop > chain_rows)
     stop = min(start + chain_rows, last if start < last else len(session.tokens) - 1)
-    return Piece(session, start, stop, False, layers)
+    return Piece(session, start, stop, False, layers, False)
 
 
 def begin(backend: Backend, sessions: Sequence[Session], chunk_tokens: int) -> RunningPrefill:
@@ -76,8 +83,9 @@ def begin(backend: Backend, sessions: Sequence[Session], chunk_tokens: int) -> R
     return RunningPrefill(taken, None, backend.run_chunks(chunks))
 
 
-def end(running: RunningPrefill) -> int:
-    """Wait, and move the sessions on; those released meanwhile stay as they are. Returns how many tokens have run."""
+def end(running: RunningPrefill, *, wait: bool = True) -> int:
+    """Wait, if somebody reads what runs or is told to, and move the sessions on; those released meanwhile stay as they
+    are. Returns how many tokens have run, or run before all that is begun later."""
     if running.chain is not None:
         (piece,) = running.pieces
         session, rows = piece.session, range(piece.stop - piece.start)
@@ -88,7 +96,8 @@ def end(running: RunningPrefill) -> int:
                 record_rows(session.feature_ring, running.chain, 0, rows)
         return piece.stop - piece.start
     assert running.chunks is not None
-    for piece, streams in zip(running.pieces, running.chunks.wait(), strict=True):
+    found = running.chunks.wait() if wait or running.is_read else [[] for _ in running.pieces]
+    for piece, streams in zip(running.pieces, found, strict=True):
         session, ring = piece.session, piece.session.feature_ring
         if session.slot is None:
             continue

@@ -174,7 +174,6 @@ def chunk_scan_streamed_kernel(
         keys = at_k.index(at)
         by_keys = warpgroup_mma(keys, s_upper, none, use_acc=False, is_async=True)
         by_keys = warpgroup_mma(keys, s_lower, by_keys, is_async=True)
-        o = warpgroup_mma(at_q.index(at), s_upper, none, use_acc=False, is_async=True)
         if STAGES > 1:  # all have left the chunk before
             _ask(k, q, v, inverse, at_k, at_q, at_v, at_inverse, ready, i + STAGES - 1, first, o_key, o_value,
                  i_h, (i > 0) & (i + STAGES - 1 < chunks), C, HV, LOWER, STAGES)  # fmt: skip
@@ -185,15 +184,18 @@ def chunk_scan_streamed_kernel(
         next_to_end = gl.load(p_decay + decay_stride + row)
         next_whole = gl.load(p_decay + C - 1)
         values = at_v.index(at).load(P).to(gl.float32)
-        by_keys = warpgroup_mma_wait(1, deps=[by_keys])
+        by_keys = warpgroup_mma_wait(0, deps=[by_keys])
         _store_halves(values - gl.expand_dims(from_start, 1) * by_keys, upper, lower)
         _visible()
         u = _product_of_halves(at_inverse.index(2 * at), at_inverse.index(2 * at + 1), upper, lower, none, True)
-        o, u = warpgroup_mma_wait(0, deps=[o, u])
+        o = warpgroup_mma(at_q.index(at), s_upper, none, use_acc=False, is_async=True)
+        u = warpgroup_mma_wait(1, deps=[u])
         if not APART:
+            o = warpgroup_mma_wait(0, deps=[o])
             barrier()  # all have read the halves
         _store_halves(u * gl.expand_dims(to_end, 1), more_upper, more_lower)
         _store_halves(u, u_upper, u_lower)
+        o = warpgroup_mma_wait(0, deps=[o])
         _visible()
         s = warpgroup_mma(keys.permute((1, 0)), more_lower, s * whole, is_async=True)
         s = warpgroup_mma(keys.permute((1, 0)), more_upper, s, is_async=True)

@@ -7,14 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.kernels.gpu.norms import MODEL_DTYPES, check_rows, check_tensor
-from specla.kernels.gpu.overlap import overlapping, wait_for_previous
 
-_BLOCK = 2048
+_BLOCK = 4096
 _WARPS = 8
 
 
 @triton.jit
-def chunk_swiglu_kernel(p_x, p_out, p_rows, M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def chunk_swiglu_kernel(p_x, p_out, p_rows, M: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (blocks of all rows, one behind the other).
 
     A pair is read as one number of twice the width: both then lie in one thread, with nothing to exchange.
@@ -24,7 +23,6 @@ def chunk_swiglu_kernel(p_x, p_out, p_rows, M: tl.constexpr, BLOCK: tl.constexpr
     PAIR: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
     HALF: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
     count = tl.load(p_rows).to(tl.int64) * M
-    wait_for_previous(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     if first < count:
         o = first + tl.arange(0, BLOCK)
@@ -35,15 +33,13 @@ def chunk_swiglu_kernel(p_x, p_out, p_rows, M: tl.constexpr, BLOCK: tl.constexpr
         tl.store(p_out + o, y.to(DTYPE), mask=o < count)
 
 
-def chunk_swiglu(x: Tensor, out: Tensor, rows: Tensor, *, overlap: bool = False) -> None:
+def chunk_swiglu(x: Tensor, out: Tensor, rows: Tensor) -> None:
     """out = silu(gate) up, in float32 and rounded when stored.
 
     Args:
         x: model dtype [T, 2 M]: of each channel its gate, then what it gates.
         out: model dtype [T, M].
         rows: int32 [1], how many rows count, T at most; places of others are left alone.
-        overlap: whether to begin while the kernel before, which must not write `rows`, may still run. The next launch
-            may begin once this one has waited.
 
     Raises:
         ValueError: shapes, dtypes, layout or device do not belong together.
@@ -52,7 +48,4 @@ def chunk_swiglu(x: Tensor, out: Tensor, rows: Tensor, *, overlap: bool = False)
     check_tensor("x", x, (count, 2 * width), MODEL_DTYPES, out.device)
     check_tensor("out", out, (count, width), (x.dtype,), out.device)
     check_rows(rows, out.device)
-    overlaps = overlapping(overlap)
-    chunk_swiglu_kernel[(triton.cdiv(count * width, _BLOCK),)](
-        x, out, rows, M=width, BLOCK=_BLOCK, OVERLAP=overlaps, num_warps=_WARPS, launch_pdl=overlaps > 0
-    )
+    chunk_swiglu_kernel[(triton.cdiv(count * width, _BLOCK),)](x, out, rows, M=width, BLOCK=_BLOCK, num_warps=_WARPS)

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 from generations import GREEDY, engine_of
+from torch import Tensor
 
+from specla.kernels.topology import Topology
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.backend import Chunk
 from specla.verifier_service.cpu_backend import CpuBackend, FinishedChunks
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.features import FeatureWindow
+from specla.verifier_service.passes import PassItem
 from specla.verifier_service.session import Session
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.gated_deltanet import TargetWeights
@@ -87,3 +91,80 @@ def test_the_text_is_the_same_alone_and_in_company(made: tuple[Engine, TakesComp
         for session in sessions:
             engine.release(session)
     assert bool((found[0] == found[1]).all())
+
+
+class Noted(NamedTuple):
+    """Chunks whose end is noted by who waits for it."""
+
+    streams: list[list[Tensor]]
+    number: int
+    waited: list[int]
+
+    def wait(self) -> list[list[Tensor]]:
+        self.waited.append(self.number)
+        return self.streams
+
+
+class RunsByItself(TakesCompany):
+    """As if on a device of its own."""
+
+    overlaps = True
+
+    def __init__(self, weights: TargetWeights) -> None:
+        super().__init__(weights)
+        self.waited: list[int] = []
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> Noted:  # type: ignore[override]
+        return Noted(super().run_chunks(chunks).wait(), len(self.runs), self.waited)
+
+
+@pytest.fixture
+def ahead(made: tuple[Engine, TakesCompany]) -> tuple[Engine, RunsByItself]:
+    engine, _ = made
+    backend = RunsByItself(cast(TargetWeights, engine.target.weights))
+    return Engine(engine.config, backend, engine.target), backend
+
+
+def test_the_next_chunk_of_a_prompt_is_begun_before_the_last_has_ended(ahead: tuple[Engine, RunsByItself]) -> None:
+    engine, backend = ahead
+    session = open_with(engine, 3 * CHUNK + 10)
+    for chunks, waited in ((1, []), (2, []), (3, [3])):
+        engine.end_prefill(engine.begin_prefill([session]))
+        assert session.run_len == chunks * CHUNK
+        assert backend.waited == waited, "a chain reads the last one's"
+    engine.end_prefill(engine.begin_prefill([session]))
+    assert session.ready
+    engine.release(session)
+
+
+def test_a_chunk_is_waited_for_where_somebody_decodes_or_reads_its_streams(ahead: tuple[Engine, RunsByItself]) -> None:
+    engine, backend = ahead
+    keep = FeatureWindow((0,), 4 * CHUNK)
+    reads = engine.open(b"", list(range(2 * CHUNK + 1)), [], GREEDY, Stopping(max_tokens=4), keep)
+    engine.end_prefill(engine.begin_prefill([reads]))
+    assert backend.waited == [1]
+    engine.release(reads)
+    decodes, other = open_with(engine, 20), open_with(engine, 2 * CHUNK)
+    engine.end_prefill(engine.begin_prefill([decodes]))
+    assert decodes.ready
+    engine.end_prefill(engine.begin_prefill([other]))
+    assert backend.waited == [1, 2]
+    engine.release(decodes)
+    engine.release(other)
+
+
+def test_a_pass_begins_behind_what_is_under_way(ahead: tuple[Engine, RunsByItself]) -> None:
+    engine, backend = ahead
+    long = open_with(engine, 2 * CHUNK)
+    engine.end_prefill(engine.begin_prefill([long]))
+    assert backend.waited == []
+    short = open_with(engine, 0)
+    assert short.ready, "its only token is the first root"
+    running = engine.begin_pass([PassItem(short, Topology.root_only())])
+    assert backend.waited == [1]
+    (result,) = engine.end_pass(running)
+    assert result.error is None
+    engine.run_pass([PassItem(short, Topology.root_only())])
+    assert backend.waited == [1], "once is enough"
+    engine.release(short)
+    engine.release(long)

@@ -176,7 +176,7 @@ class Prefill:
         return ChunkKey(rows, 1 if len(tokens) == 1 else MOST_TEXTS, keeps)
 
     def _launch(self, key: ChunkKey) -> None:
-        """All launches, to where nothing more is wanted. Ours begin while the one before ends, cuBLAS's behind it."""
+        """All launches, to where nothing more is wanted. Those of the recurrence begin while the one before ends."""
         weights, buffers, streams = self._weights, self._buffers.first(key.rows), self._inputs.streams[:, : key.texts]
         batch, eps, last = (
             self._inputs.batch.first(key.rows, key.texts),
@@ -184,9 +184,9 @@ class Prefill:
             len(weights.layers) - 1,
         )
         stream, normed, added = buffers.stream, buffers.normed, None
-        embed(batch.tokens, weights.embeddings, stream, batch.rows, overlap=True)
+        embed(batch.tokens, weights.embeddings, stream, batch.rows)
         for i, layer in enumerate(weights.layers):
-            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, batch.rows, overlap=True)
+            add_rms_norm(stream, added, layer.mixer_norm, eps, normed, batch.rows)
             if i and key.keeps:
                 keep_rows(stream, streams[i - 1], batch)
             states, pool = self._store.layer(i)
@@ -194,12 +194,12 @@ class Prefill:
             if i == last and not key.keeps:
                 return
             _mixer_output(weights, layer, batch, buffers)
-            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, batch.rows, overlap=True)
+            add_rms_norm(stream, buffers.added, layer.mlp_norm, eps, normed, batch.rows)
             torch.mm(normed, layer.gate_up.T, out=buffers.gate_up)
-            chunk_swiglu(buffers.gate_up, buffers.activated, batch.rows, overlap=True)
+            chunk_swiglu(buffers.gate_up, buffers.activated, batch.rows)
             torch.mm(buffers.activated, layer.down.T, out=buffers.added)
             added = buffers.added
-        add_rms_norm(stream, added, weights.norm, eps, normed, batch.rows, overlap=True)
+        add_rms_norm(stream, added, weights.norm, eps, normed, batch.rows)
         keep_rows(stream, streams[last], batch)
         keep_rows(normed, streams[last + 1], batch)
 

@@ -62,10 +62,10 @@ class Chunk:
 
     def launch(self, overlap):
         batch, eps = self.inputs.batch, 1e-6
-        embed(batch.tokens, self.table, self.stream, batch.rows, overlap=overlap)
+        embed(batch.tokens, self.table, self.stream, batch.rows)
         for i, (inputs, output, gate_up, down) in enumerate(self.matrices):
             added = self.added if i else None
-            add_rms_norm(self.stream, added, self.norm, eps, self.normed, batch.rows, overlap=overlap)
+            add_rms_norm(self.stream, added, self.norm, eps, self.normed, batch.rows)
             torch.mm(self.normed, inputs.T, out=self.projected)
             x, a, b, _, gate = self.projected.split(self.splits, 1)
             chunk_convolution(x, a, b, self.parameters, self.pools[i], batch, self.rows, overlap=overlap)
@@ -73,11 +73,11 @@ class Chunk:
             weight = self.norm[: self.value_width]
             gated_norm(self.o, gate, weight, eps, "silu", self.mixed, batch.rows, overlap=overlap)
             torch.mm(self.mixed, output.T, out=self.added)
-            add_rms_norm(self.stream, self.added, self.norm, eps, self.normed, batch.rows, overlap=overlap)
+            add_rms_norm(self.stream, self.added, self.norm, eps, self.normed, batch.rows)
             torch.mm(self.normed, gate_up.T, out=self.gate_up)
-            chunk_swiglu(self.gate_up, self.activated, batch.rows, overlap=overlap)
+            chunk_swiglu(self.gate_up, self.activated, batch.rows)
             torch.mm(self.activated, down.T, out=self.added)
-        add_rms_norm(self.stream, self.added, self.norm, eps, self.normed, batch.rows, overlap=overlap)
+        add_rms_norm(self.stream, self.added, self.norm, eps, self.normed, batch.rows)
 
     def left(self):
         return [x.clone() for x in (self.states, self.pools, self.stream[: TEXTS[0]], self.normed[: TEXTS[0]])]
