@@ -38,7 +38,7 @@ ALIGNED = 4
 _REMEMBERED = 16  # batches of trees, of a bucket
 _REMEMBERED_BUCKETS = 256
 
-_OF_SESSIONS = ("slot", "row_start", "pending_len", "write_state", "pending", "history", "pool_row")
+_OF_SESSIONS = ("row_start", "pending_len", "write_state", "pending", "history", "pool_row", "slot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class PassBatch:
             setattr(self, name, view)
         self._arrays = _views(self._upload.words(), bucket)
         first = dict(zip(bucket.shapes(), _firsts(bucket), strict=True))
-        self._first = tuple(first[name] for name in _OF_SESSIONS)
+        self._first = np.array([first[name] for name in _OF_SESSIONS], np.int32)
         self._laid_out = lru_cache(maxsize=_REMEMBERED)(self._lay_out)
         self.fill(())
 
@@ -340,6 +340,55 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
 
 
 @compiled
+def put_pools(
+    words: Any,
+    first: Any,
+    slots: Any,
+    depths: Any,
+    table: Any,
+    rows: int,
+    kept: int,
+    places: int,
+    most_pending: int,
+) -> int:
+    """What a pass reads of its sessions' pools, and free rows of them for the pass; see `PassBatch.put`.
+
+    Args:
+        words: int32, where the batch's arrays lie; row_start is filled.
+        first: int32, where row_start, pending_len, write_state, pending, history and pool_row begin.
+        slots: int32 [B].
+        depths: int32 [B], rows of each tree's longest path.
+        table: `PoolTable.words`, with pools of `rows` rows, `kept` of which are read for a window.
+        rows, kept: see there.
+        places: a session's pending places.
+        most_pending: accepted rows of a session that may wait.
+
+    Returns:
+        1; 0 where more than `most_pending` rows of a session are pending, and nothing was done; -1 where a pool has too
+        few rows.
+    """
+    row_start, pending_len, write_state = first[0], first[1], first[2]
+    pending, history, pool_row = first[3], first[4], first[5]
+    for b in range(len(slots)):
+        if table[slots[b], 0] > most_pending:
+            return 0
+    for b in range(len(slots)):
+        own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]
+        count = words[row_start + b + 1] - at
+        words[pending_len + b] = waiting
+        words[write_state + b] = waiting + depths[b] > most_pending
+        for i in range(places):
+            words[pending + b * places + i] = own[1 + i] if i < waiting else 0
+        for i in range(kept):
+            words[history + b * kept + i] = own[1 + rows + i]
+        if take_rows(own, rows, kept, count) < count:
+            return -1
+        for i in range(count):
+            words[pool_row + at + i] = own[1 + rows + kept + i]
+    return 1
+
+
+@compiled
 def _put(
     words: Any,
     laid_out: Any,
@@ -353,25 +402,10 @@ def _put(
     most_pending: int,
 ) -> int:
     """See `PassBatch.put`; `first` is where the arrays of _OF_SESSIONS begin, `places` a session's pending places."""
-    for b in range(len(slots)):
-        if table[slots[b], 0] > most_pending:
-            return 0
     words[:] = laid_out
-    slot, row_start, pending_len, write_state, pending, history, pool_row = first
     for b in range(len(slots)):
-        own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]
-        count = words[row_start + b + 1] - at
-        words[slot + b], words[pending_len + b] = slots[b], waiting
-        words[write_state + b] = waiting + depths[b] > most_pending
-        for i in range(waiting):
-            words[pending + b * places + i] = own[1 + i]
-        for i in range(kept):
-            words[history + b * kept + i] = own[1 + rows + i]
-        if take_rows(own, rows, kept, count) < count:
-            return -1
-        for i in range(count):
-            words[pool_row + at + i] = own[1 + rows + kept + i]
-    return 1
+        words[first[6] + b] = slots[b]
+    return put_pools(words, first, slots, depths, table, rows, kept, places, most_pending)
 
 
 @compiled

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from specla.kernels.gpu.adjusting import NO_CHANGES, Changes
-from specla.kernels.gpu.factor_pool import Ints, PoolTable, take_rows
+from specla.kernels.gpu.factor_pool import Ints, PoolTable
+from specla.kernels.gpu.pass_batch import put_pools
 from specla.kernels.jit import compiled
 from specla.kernels.tree import TreeBatch
 from specla.verifier_service.acceptance import Walks, walk, walk_words
@@ -154,29 +155,11 @@ def _refill(
     kept: int,
     places: int,
 ) -> int:
-    """Of what `PassBatch.put` writes, all that changes from pass to pass, and the rows' positions.
-
-    `firsts` is where the arrays begin, `places` a session's pending places. Returns 0 where too much is pending, -1
-    where a pool has too few rows.
-    """
-    row_start, pending_len, write_state, pending, history, pool_row, depth, position = (
-        firsts[0], firsts[1], firsts[2], firsts[3], firsts[4], firsts[5], firsts[6], firsts[7],
-    )  # fmt: skip
-    for b in range(len(slots)):
-        if table[slots[b], 0] > MOST_PENDING:
-            return 0
-    for b in range(len(slots)):
-        own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]
-        count = words[row_start + b + 1] - at
-        words[pending_len + b] = waiting
-        words[write_state + b] = waiting + depths[b] > MOST_PENDING
-        for i in range(places):
-            words[pending + b * places + i] = own[1 + i] if i < waiting else 0
-        for i in range(kept):
-            words[history + b * kept + i] = own[1 + rows + i]
-        if take_rows(own, rows, kept, count) < count:
-            return -1
-        for i in range(count):
-            words[pool_row + at + i] = own[1 + rows + kept + i]
-            words[position + at + i] = words[depth + at + i] + lengths[b]
-    return 1
+    """Of what `PassBatch.put` writes, all that changes from pass to pass, and the rows' positions; as `put_pools`."""
+    done: int = put_pools(words, firsts, slots, depths, table, rows, kept, places, MOST_PENDING)
+    if done > 0:
+        row_start, depth, position = firsts[0], firsts[6], firsts[7]
+        for b in range(len(slots)):
+            for row in range(words[row_start + b], words[row_start + b + 1]):
+                words[position + row] = words[depth + row] + lengths[b]
+    return done
