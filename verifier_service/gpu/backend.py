@@ -29,6 +29,7 @@ from specla.verifier_service.gpu.buckets import (
 )
 from specla.verifier_service.gpu.buffers import MOST_ENTRIES, PassBuffers
 from specla.verifier_service.gpu.chunk_buffers import prefill_bytes
+from specla.verifier_service.gpu.forward import why_one_row_apart
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.prefill import LaunchedChunks, Prefill
 from specla.verifier_service.gpu.store import GpuStore
@@ -78,8 +79,9 @@ class GpuBackend:
         self._shape = LayerShape(config.head_dim, config.head_v_dim, config.value_heads)
         self._most_rows = max(max_batch_rows, rows, slots)
         self.store = GpuStore(config, slots, rows, MOST_PENDING, weights.dtype, device)
-        if device.type == "cuda" and self.store.meeting is None:
-            log.info("one_row_in_separate_launches", why="not a Hopper GPU, or not its default stream")
+        reason = why_one_row_apart(weights, self.store)
+        if reason is not None:
+            log.info("one_row_in_separate_launches", reason=reason)
         largest = largest_bucket(slots, rows, self._most_rows, config.conv_size)
         nbytes = PassBuffers.nbytes(config, weights.dtype, largest, serial=mode == "exact")
         nbytes = max(nbytes, prefill_bytes(config, prefill_chunk, weights.dtype))

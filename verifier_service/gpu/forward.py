@@ -22,7 +22,7 @@ from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.norms import Activation, add_rms_norm, gated_norm
 from specla.kernels.gpu.overlap import Admit
 from specla.kernels.gpu.pass_batch import PassBatch
-from specla.kernels.gpu.product import product
+from specla.kernels.gpu.product import product, product_parts
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
 from specla.kernels.gpu.serial import verify_serial
@@ -95,12 +95,18 @@ def _dense(weights: GpuWeights, index: int) -> DenseWeights:
     return DenseWeights(layer.output, layer.mlp_norm, layer.gate_up, layer.down, norm, inputs)
 
 
+def why_one_row_apart(weights: GpuWeights, store: GpuStore) -> str | None:
+    """Why passes of one row take separate launches; None if their programs meet."""
+    if store.meeting is None:
+        return "not a Hopper GPU, or not its default stream"
+    dense = _dense(weights, 0)
+    return why_apart(dense, (product_parts(*dense.output.shape), product_parts(*dense.down.shape)))
+
+
 def _meeting(weights: GpuWeights, store: GpuStore, buffers: PassBuffers) -> MeetingPlace | None:
     """Where a pass of one row has its programs meet; None if it takes separate launches."""
-    if buffers.bucket.rows > 1 or store.meeting is None:
-        return None
-    parts = len(buffers.activations.from_mixer), len(buffers.activations.from_mlp)
-    return store.meeting if why_apart(_dense(weights, 0), parts) is None else None
+    apart = buffers.bucket.rows > 1 or why_one_row_apart(weights, store) is not None
+    return None if apart else store.meeting
 
 
 def run_head(weights: GpuWeights, buffers: PassBuffers, part: SampledPart) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from tree_cases import chain, random_tree
 
+from specla.kernels.gpu.between_mixers import MeetingPlace
 from specla.kernels.gpu.factor_pool import PoolTable
 from specla.kernels.gpu.selector import Selector
 from specla.kernels.sampling import SessionSampling
@@ -23,7 +25,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FeatureWindow
 from specla.verifier_service.gpu import backend as gpu_backend
-from specla.verifier_service.gpu import buffers, pass_run
+from specla.verifier_service.gpu import buffers, forward, pass_run, store
 from specla.verifier_service.gpu.backend import GpuBackend
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.lineup import Lineup
@@ -237,6 +239,41 @@ def test_a_pass_whose_tokens_do_not_come_is_an_error_once_the_device_was_asked(
 
 
 @torch.inference_mode()
+def test_one_row_in_separate_launches_is_said_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Path
+) -> None:
+    """Of a model that does not take one launch between mixers, where its device would."""
+    place = MeetingPlace(torch.device("cpu"))
+    monkeypatch.setattr(store.MeetingPlace, "of", lambda device: place)
+    monkeypatch.setattr(forward, "why_apart", lambda weights, parts: f"{parts} parts are not taken")
+    with capture_logs() as logs:
+        backend = backend_of(tiny_target)
+        slot = backend.acquire()
+        for position in range(2):
+            backend.run(plain_of(slot, backend.weights.config.vocab_size), [7], [position]).take(0, [0])
+    assert logs == [
+        {"event": "one_row_in_separate_launches", "reason": "(1, 1) parts are not taken", "log_level": "info"}
+    ]
+
+
+def test_one_row_in_one_launch_needs_no_word(monkeypatch: pytest.MonkeyPatch, tiny_target: Path) -> None:
+    place = MeetingPlace(torch.device("cpu"))
+    monkeypatch.setattr(store.MeetingPlace, "of", lambda device: place)
+    monkeypatch.setattr(forward, "why_apart", lambda weights, parts: None)
+    with capture_logs() as logs:
+        backend_of(tiny_target)
+    assert logs == []
+
+
+def test_where_nothing_meets_is_said(monkeypatch: pytest.MonkeyPatch, tiny_target: Path) -> None:
+    monkeypatch.setattr(store.MeetingPlace, "of", lambda device: None)
+    with capture_logs() as logs:
+        backend_of(tiny_target)
+    assert [(line["event"], line["reason"]) for line in logs] == [
+        ("one_row_in_separate_launches", "not a Hopper GPU, or not its default stream")
+    ]
+
+
 def test_nothing_holds_a_backend_that_is_done(tiny_target: Path) -> None:
     backend = backend_of(tiny_target)
     backend.run(Lineup([backend.acquire()], pack([chain(3)]), layers=(0,)), [1, 2, 3], [0]).take(0, range(3))
