@@ -24,7 +24,7 @@ from triton.runtime.jit import constexpr_function
 
 from specla.kernels.gpu import layouts
 from specla.kernels.gpu.layouts import powers
-from specla.kernels.gpu.product_streamed import first_output, result, ring, warpgroup_products
+from specla.kernels.gpu.product_streamed import finished, first_output, result, ring, warpgroup_products
 
 TILE = 64
 """Outputs of a unit of work."""
@@ -165,7 +165,8 @@ def _ask_unit(
             mbarrier.wait(full.index(landed % STAGES), landed // STAGES & 1)
         mbarrier.expect(full.index(slot), OUTPUTS * _BLOCK * 2)
         for i in gl.static_range(2):
-            at = at_w.index(slot * 2 + i)._reinterpret(at_w.dtype, [OUTPUTS // 16, 2, 8, _HALF_BLOCK], ring(4))
+            place = at_w.index(slot * 2 + i)
+            at = place._reinterpret(at_w.dtype, [_TILE // OUTPUTS, OUTPUTS // 16, 2, 8, _HALF_BLOCK], ring(4)).index(0)
             at_key = key + step * _BLOCK + i * _HALF_BLOCK
             tma.async_copy_global_to_shared(weight, [first // 16, 0, 0, at_key], full.index(slot), at)
         block += 1
@@ -216,7 +217,7 @@ def _ask_all_weights(
 
 
 @gluon.jit
-def _ask_row(x, at_x, there, ready, SIZES: gl.constexpr, NUMBER: gl.constexpr, PROGRAMS: gl.constexpr):
+def _ask_row(x, at_x, there, ready, SIZES: gl.constexpr, NUMBER: gl.constexpr):
     """Has the part of a row that the program's unit multiplies on its way, once the row is there."""
     PARTS: gl.constexpr = SIZES[2]
     LENGTH: gl.constexpr = SIZES[1] // PARTS
@@ -232,26 +233,20 @@ def _ask_row(x, at_x, there, ready, SIZES: gl.constexpr, NUMBER: gl.constexpr, P
 
 
 @gluon.jit
-def _ask_rows(mixed, activated, at_x, there, ready, ALL: gl.constexpr, PROGRAMS: gl.constexpr):
+def _ask_rows(mixed, activated, at_x, there, ready, ALL: gl.constexpr):
     """The rows that come from elsewhere: the two others are normed in place."""
     OUTPUT: gl.constexpr = ALL[0]
     DOWN: gl.constexpr = ALL[2]
-    _ask_row(mixed, at_x, there.index(0), ready, OUTPUT, 0, PROGRAMS)
-    _ask_row(activated, at_x, there.index(1), ready, DOWN, 2, PROGRAMS)
+    _ask_row(mixed, at_x, there.index(0), ready, OUTPUT, 0)
+    _ask_row(activated, at_x, there.index(1), ready, DOWN, 2)
 
 
 @gluon.jit
 def _store(acc, p_out, n, output, own, end, N: gl.constexpr, SWIGLU: gl.constexpr):
     """Stores a tile's sums that begin at an output, those from `own` to `end`."""
-    by_output = gl.permute(gl.reshape(acc, [_TILE // 16, 2, 8, _PLACES]), (0, 2, 1, 3))
-    by_output = gl.reshape(by_output, [_TILE // 2, 2, _PLACES])
+    y = finished(acc, _TILE, _PLACES, _WARPS, SWIGLU)
     EACH: gl.constexpr = 2 if SWIGLU else 1
     OUT: gl.constexpr = result(_WARPS, _TILE, _PLACES, SWIGLU)
-    if SWIGLU:
-        gate, up = gl.split(gl.permute(by_output, (0, 2, 1)))
-        y = gl.convert_layout(gate / (1.0 + gl.exp(-gate)) * up, OUT, assert_trivial=True)
-    else:
-        y = gl.convert_layout(gl.reshape(by_output, [_TILE, _PLACES]), OUT, assert_trivial=True)
     i_output = output // EACH + gl.arange(0, _TILE // EACH, layout=gl.SliceLayout(1, OUT))
     place = gl.arange(0, _PLACES, layout=gl.SliceLayout(0, OUT))
     mask = gl.expand_dims(place < n, 0) & gl.expand_dims((i_output >= own // EACH) & (i_output < end // EACH), 1)
@@ -407,7 +402,7 @@ def between_mixers_kernel(
                 ),
             ),
             (_ask_all_weights, (weights, halves, at_w, full, empty, ready, ALL, PROGRAMS, PACE)),
-            (_ask_rows, (mixed, activated, at_x, there, ready, ALL, PROGRAMS)),
+            (_ask_rows, (mixed, activated, at_x, there, ready, ALL)),
         ],
         [1, 1],  # warps of all but the first
         [40, 40],  # their registers

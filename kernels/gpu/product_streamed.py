@@ -143,21 +143,28 @@ def _ask_rows(x, at_x, full, step, slot, KP: gl.constexpr, BK: gl.constexpr, RT:
 
 
 @gluon.jit
+def finished(acc, BN: gl.constexpr, RT: gl.constexpr, WARPS: gl.constexpr, SWIGLU: gl.constexpr):
+    """Sums in the order of the outputs, or what they gate; as `result` lays them out."""
+    by_output = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, RT]), (0, 2, 1, 3))
+    by_output = gl.reshape(by_output, [BN // 2, 2, RT])
+    OUT: gl.constexpr = result(WARPS, BN, RT, SWIGLU)
+    if SWIGLU:
+        gate, up = gl.split(gl.permute(by_output, (0, 2, 1)))
+        return gl.convert_layout(gate / (1.0 + gl.exp(-gate)) * up, OUT, assert_trivial=True)
+    else:
+        return gl.convert_layout(gl.reshape(by_output, [BN, RT]), OUT, assert_trivial=True)
+
+
+@gluon.jit
 def store_products(
     acc, p_out, n, first_row, output, own,
     N: gl.constexpr, TILE: gl.constexpr, BN: gl.constexpr, RT: gl.constexpr, WARPS: gl.constexpr,
     SWIGLU: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Stores what counts of sums that begin at an output, of a tile of TILE whose own ones are those from `own` on."""
-    by_output = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, RT]), (0, 2, 1, 3))
-    by_output = gl.reshape(by_output, [BN // 2, 2, RT])
+    y = finished(acc, BN, RT, WARPS, SWIGLU)
     EACH: gl.constexpr = 2 if SWIGLU else 1
     OUT: gl.constexpr = result(WARPS, BN, RT, SWIGLU)
-    if SWIGLU:
-        gate, up = gl.split(gl.permute(by_output, (0, 2, 1)))
-        y = gl.convert_layout(gate / (1.0 + gl.exp(-gate)) * up, OUT, assert_trivial=True)
-    else:
-        y = gl.convert_layout(gl.reshape(by_output, [BN, RT]), OUT, assert_trivial=True)
     COUNT: gl.constexpr = N // EACH
     i_output = output // EACH + gl.arange(0, BN // EACH, layout=gl.SliceLayout(1, OUT))
     row = first_row + gl.arange(0, RT, layout=gl.SliceLayout(0, OUT))
