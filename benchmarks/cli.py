@@ -29,6 +29,7 @@ bench = typer.Typer(help="Measure speed, identity and acceptance.", no_args_is_h
 TargetOption = Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")]
 PromptsOption = Annotated[Path, typer.Option(help="JSON lines of {id, domain, text}.")]
 NumericsOption = Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")]
+DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the target runs.")]
 
 
 @bench.command()
@@ -44,6 +45,7 @@ def identity(
     baseline_batch: Annotated[int, typer.Option(min=1, max=65536, help="Sessions at a time of the baseline.")] = 1,
     max_nodes: Annotated[int, typer.Option(min=1, max=128, help="Candidates of one draft.")] = 4,
     numerics: NumericsOption = "exact",
+    device: DeviceOption = "cpu",
     journal: Annotated[Path, typer.Option(help="Texts so far; an existing one is gone on with.")] = Path(
         "runs/identity.jsonl"
     ),
@@ -69,7 +71,7 @@ def identity(
     folder = target or default_target()
     columns = work.cases(names, degrees, joined, batch, baseline_batch)
     chosen = load(prompts, limit=limit)
-    settings = work.settings_of(chosen, numerics=numerics, max_tokens=max_tokens, max_nodes=max_nodes)
+    settings = work.settings_of(chosen, numerics=numerics, device=device, max_tokens=max_tokens, max_nodes=max_nodes)
     try:
         texts = work.Journal(journal, settings)
     except ValueError as error:
@@ -86,6 +88,7 @@ def identity(
                 if join == "one process":
                     config = VerifierConfig(
                         target=folder,
+                        device=device,
                         numerics=numerics,
                         max_sessions=max(batch, baseline_batch),
                         drafting="unconditional",
@@ -102,6 +105,7 @@ def identity(
                             folder,
                             drafting,
                             verifier_options=[
+                                f"--device={device}",
                                 f"--numerics={numerics}",
                                 f"--max-sessions={batch}",
                                 "--drafting=unconditional",
@@ -112,7 +116,7 @@ def identity(
             return generators[join]
 
         work.run(columns, chosen, texts, generator_of, max_tokens=max_tokens, progress=lambda _: progress.advance(task))
-    finish(work.report(columns, chosen, texts, device=cpu_name()), json)
+    finish(work.report(columns, chosen, texts, device=_name_of(device)), json)
 
 
 @bench.command()
@@ -125,6 +129,7 @@ def drafters(
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 192,
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,0.7,1",
     numerics: NumericsOption = "exact",
+    device: DeviceOption = "cpu",
     json: JsonOption = None,
 ) -> None:
     """Each drafter against plain decoding, on code that repeats itself and on prose; exits 1 if a goal is missed."""
@@ -137,12 +142,12 @@ def drafters(
 
     folder = target or default_target()
     prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
-    made = Report(title="Drafters over plain decoding", device=cpu_name())
-    made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
     with (
-        Local(folder, drafters=[n for n in all_names if n != "none"], numerics=numerics) as local,
+        Local(folder, drafters=[n for n in all_names if n != "none"], device=device, numerics=numerics) as local,
         progress_bar() as progress,
     ):
+        made = Report(title="Drafters over plain decoding", device=_name_of(device))
+        made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
         made.notes["numerics_id"] = local.model().numerics_id
         for degrees in degrees_asked:
             ratios = {}
@@ -255,12 +260,11 @@ def numerics(
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many texts.")] = None,
     rows: Annotated[int, typer.Option(min=1, max=64, help="Rows of a pass.")] = 16,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the passes run.")] = "cpu",
+    device: DeviceOption = "cpu",
     json: JsonOption = None,
 ) -> None:
     """How often fast numerics choose another token than exact ones, and how near a tie exact decoding was there."""
     from specla.benchmarks import numerics as work
-    from specla.benchmarks.kernels.device import describe
     from specla.benchmarks.prompt_set import load
     from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
@@ -274,8 +278,7 @@ def numerics(
         Engine(VerifierConfig(target=folder, device=device, numerics=mode, max_sessions=1, max_rows=rows))
         for mode in NUMERICS
     )
-    ran_on = describe() if device == "cuda" else cpu_name()
-    made = Report(title="Fast numerics against exact ones", device=ran_on)
+    made = Report(title="Fast numerics against exact ones", device=_name_of(device))
     made.notes.update({"numerics_id, exact": exact.target.numerics_id, "numerics_id, fast": fast.target.numerics_id})
     made.notes["rows of a pass"] = rows
     with progress_bar() as progress:
@@ -283,6 +286,13 @@ def numerics(
         found = work.differences(exact, fast, texts, rows, lambda: progress.advance(task))
     work.add_to(made, found, sum(map(len, texts)))
     finish(made, json)
+
+
+def _name_of(device: Literal["cpu", "cuda"]) -> str:
+    """What a report calls it."""
+    from specla.benchmarks.kernels.device import describe
+
+    return describe() if device == "cuda" else cpu_name()
 
 
 bench.command("kernels")(gpu_commands.kernels)

@@ -75,6 +75,7 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="The same for both.")] = 1,
     numerics: Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")] = "exact",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the target runs.")] = "cpu",
     threads: Annotated[
         int,
         typer.Option(
@@ -95,8 +96,9 @@ def run(
     for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "tokens a pass", "identical"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     identical = True
-    console.print("[dim]Loading the target; the very first start compiles the CPU kernels, some ten seconds.[/]")
-    with Local(folder, drafters=(drafter,), numerics=numerics, threads=threads) as local:
+    takes = "some ten seconds" if device == "cpu" else "a minute or more"
+    console.print(f"[dim]Loading the target; the very first start compiles the kernels, {takes}.[/]")
+    with Local(folder, drafters=(drafter,), device=device, numerics=numerics, threads=threads) as local:
         info = local.model()
         console.print(f"[dim]{info.model}, {info.numerics_id}; seed {seed}[/]")
         local.generate("warm up", drafter="none", max_tokens=4, temperature=0.0)

@@ -405,7 +405,8 @@ def _put(
     words[:] = laid_out
     for b in range(len(slots)):
         words[first[6] + b] = slots[b]
-    return put_pools(words, first, slots, depths, table, rows, kept, places, most_pending)
+    done: int = put_pools(words, first, slots, depths, table, rows, kept, places, most_pending)
+    return done
 
 
 @compiled

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import torch
 from typer.testing import CliRunner
 
 from specla.client.cli.exits import exit_codes
@@ -133,6 +134,16 @@ def test_wrong_values_of_other_parts_commands_exit_2(arguments: list[str], said:
     assert done.exit_code == 2, done.output
     assert said in done.output
     assert "Loading" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is none")
+@pytest.mark.parametrize("command", [["demo"], ["bench", "drafters"], ["bench", "identity"], ["bench", "numerics"]])
+def test_a_gpu_that_is_not_there_is_refused_by_name(command: list[str], tmp_path: Path) -> None:
+    journal = ["--journal", str(tmp_path / "journal.jsonl")] if "identity" in command else []
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--device", "cuda", *journal])
+    assert done.exit_code == 2, done.output
+    assert "specla: device: device is 'cuda', but" in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
