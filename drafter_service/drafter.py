@@ -19,8 +19,8 @@ class DraftState(Protocol):
         Asking twice gives the same tree.
         """
 
-    def finish(self) -> None:
-        """The session has ended; the state is not used again."""
+    def finish(self, tokens: Sequence[int] = ()) -> None:
+        """The session has ended, with these tokens behind those it had; the state is not used again."""
 
 
 class Drafter(Protocol):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
@@ -38,13 +38,15 @@ class _Session:
     root_token: int = 0  # at committed_len - 1
     node_budget: int = 0
     drafted_len: int = -1  # the committed length that the last draft was made for
+    untold: list[int] = field(default_factory=list)  # the last committed tokens, which the state does not know yet
 
 
 class DraftEngine:
     """Drafts for the sessions of one verifier. Not thread-safe.
 
     A session is drafted for once at each committed length, as soon as the verifier's budget allows. A draft
-    without candidates is sent, too: it says that there is nothing to wait for.
+    without candidates is sent, too: it says that there is nothing to wait for. What was committed is learnt when a
+    draft is wanted, not before: while none is, and at the end of a text, a drafter costs nothing.
     """
 
     def __init__(self, drafter: Drafter, config: DrafterConfig) -> None:
@@ -156,13 +158,16 @@ class DraftEngine:
             return  # a STALE or SUPERSEDED that tells nothing new
         if new > len(verdict.tokens):
             raise InternalError(f"the verifier committed {new} tokens and told {len(verdict.tokens)}")
-        session.state.extend(verdict.tokens[-new:])
+        session.untold += verdict.tokens[-new:]
         session.committed_len = verdict.committed_len
         session.root_token = verdict.tokens[-1]
 
     def _draft(self, session_id: bytes, session: _Session) -> list[verifier_pb2.DraftItem]:
         if session.state is None or session.node_budget == 0 or session.drafted_len == session.committed_len:
             return []
+        if session.untold:
+            session.state.extend(session.untold)
+            session.untold = []
         budget = min(session.node_budget, self._config.max_nodes)
         tree = prune(session.state.draft(budget), tau=self._config.tau, max_nodes=budget)
         session.drafted_len = session.committed_len
@@ -189,4 +194,4 @@ class DraftEngine:
     def _forget(self, session_id: bytes) -> None:
         session = self._sessions.pop(session_id, None)
         if session is not None and session.state is not None:
-            session.state.finish()
+            session.state.finish(session.untold)

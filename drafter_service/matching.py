@@ -7,6 +7,7 @@ from specla.drafter_service.occurrences import Occurrence, OccurrenceIndex, adva
 from specla.drafter_service.tree import DraftTree
 
 STUDY = 64  # tokens at the end of the prompt from which the chances are learnt before the first draft
+REVIEW = 16  # of those that came while no draft was wanted
 LONG = 8  # tokens of a match that says more than how often its like has been seen
 
 
@@ -33,14 +34,20 @@ class MatchState:
         self._continuations = continuations
         self._places: list[Occurrence] | None = None
         self._guesses: list[Guess] | None = None
-        unstudied = max(len(tokens) - STUDY, 0)
-        index.extend(tokens[:unstudied])
-        self.extend(tokens[unstudied:])
+        self._learn(tokens, STUDY)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Learn from each token whether it had been guessed, then index it."""
+        """Learn from the tokens what the last draft was worth, and from the last few whether they had been guessed."""
         self._continuations.settle_draft(tokens)
-        for token in tokens:
+        self._learn(tokens, REVIEW)
+
+    def _learn(self, tokens: Sequence[int], studied: int) -> None:
+        """Index tokens, and learn from each of the last `studied` whether it had been guessed."""
+        unstudied = max(len(tokens) - studied, 0)
+        if unstudied:
+            self._places = self._guesses = None
+            self._index.extend(tokens[:unstudied])
+        for token in tokens[unstudied:]:
             self._continuations.settle(self._next_guesses(), token)
             places, self._places, self._guesses = self._places, None, None
             self._index.extend((token,))
@@ -52,7 +59,7 @@ class MatchState:
         """The likeliest continuations; empty where the end of the text has stood nowhere before."""
         return self._continuations.grow(self._next_guesses(), budget)
 
-    def finish(self) -> None:
+    def finish(self, tokens: Sequence[int] = ()) -> None:
         """Does nothing."""
 
     def _next_guesses(self) -> list[Guess]:

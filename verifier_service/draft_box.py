@@ -28,6 +28,11 @@ class DraftBox:
         self.current: Draft | None = None
         self._ahead: list[Draft] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return self.current is None and not self._ahead
+
     def put(self, draft: Draft, tokens: Sequence[int]) -> list[Answer]:
         """Take a draft in; `tokens` is prompt and output.
 

@@ -4,12 +4,17 @@ A drafted pass yields some tokens; plain decoding would take that many plain pas
 the drafted pass itself is the most that a wait for the draft can gain, and so the most that it may last. Waits that
 brought nothing, because no draft came or none of it was worth verifying, add up; once they have eaten their allowance
 the session waits no more until decoding has earned a new one. (What rejected drafts cost is speed_guard.py's account.)
+What is allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 All times are seconds of the caller's clock, so that tests turn it by hand.
 """
 
+import math
+
 ALLOWED_SHARE = 0.02  # of decode time, lost to waits that brought nothing
-ALLOWED_S = 0.02  # beside that, once
-WORTH_WAITING_S = 1e-3  # with less than this left there is no point in waiting
+ALLOWED_PASSES = 2.0  # plain ones, beside that, once
+ALLOWED_S = 0.02  # no more than that
+WORTH_WAITING = 0.1  # of a plain pass: with less than this left there is no point in waiting
+WORTH_WAITING_S = 1e-3  # no more than that
 
 FIRST_TOKENS_PER_PASS = 2.0  # believed of a drafter that has shown nothing yet
 SMOOTHING = 0.125
@@ -36,23 +41,26 @@ class DraftWait:
         self.granted_s = 0.0
         self._max_wait_s = max_wait_s
         self._unconditional = unconditional
+        self._plain_s = math.inf
         self._since: float | None = None
         self._until = 0.0
 
     @property
     def left_s(self) -> float:
         """How much more may be wasted now."""
-        return ALLOWED_S + ALLOWED_SHARE * self.decode_s - self.wasted_s
+        allowed_s = min(ALLOWED_S, ALLOWED_PASSES * self._plain_s)
+        return allowed_s + ALLOWED_SHARE * self.decode_s - self.wasted_s
 
     @property
     def exhausted(self) -> bool:
         """Whether the session must decode without waiting."""
-        return self.left_s < WORTH_WAITING_S
+        return self.left_s < min(WORTH_WAITING_S, WORTH_WAITING * self._plain_s)
 
     def limit(self, plain_s: float, drafted_s: float) -> float:
         """The longest wait that can pay off: what the draft's pass would save, capped."""
         if self._unconditional:
             return self._max_wait_s
+        self._plain_s = plain_s
         if self.exhausted:
             return 0.0
         gain = self.tokens_per_pass * plain_s - drafted_s

@@ -88,7 +88,7 @@ class DraftDesk:
         draft = check_draft(item.seq, item.topology, self._limits)
         answers = attachment.drafts.put(draft, live.session.tokens)
         stale = any(answer.seq == item.seq for answer in answers)
-        attachment.owes = attachment.owes and stale
+        attachment.owes, attachment.has_drafted = attachment.owes and stale, True
         self._answer(live, attachment, answers)
 
     def _attach(self, end: DrafterEnd, live: LiveSession, seq: int, attach: verifier_pb2.Attach) -> None:
@@ -148,11 +148,11 @@ class DraftDesk:
         self._calibrators.pop(end, None)
 
     def charge(self, end: DrafterEnd, seconds: float) -> None:
-        """Book the time that a link's wake took of the scheduler's thread (drafting, in one process)."""
+        """Book what a link took of the scheduler's thread: its wake (drafting, in one process), what it sent."""
         share = seconds / max(1, len(end.session_ids))
         for session_id in end.session_ids:
             live = self._roster.get(session_id)
-            if live is not None and live.attachment is not None:
+            if live is not None and live.attachment is not None and live.attachment.has_drafted:
                 live.attachment.overhead_s += share
 
     def feature_slabs(self, request: verifier_pb2.ReadFeaturesRequest) -> list[verifier_pb2.Features]:

@@ -1,8 +1,9 @@
 """The links that hang on a scheduler: woken when there is something to read, and what goes with one that is lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specla.rpc.errors import SpeclaError
+from specla.v1.verifier_pb2 import DraftItem
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.publish import CoordinatorEnd, DrafterEnd
 from specla.verifier_service.roster import Roster
@@ -34,6 +35,12 @@ class LinkEnds:
             if drafter.flush():
                 self._drafts.charge(drafter, self._clock() - started)
         self.drafters = [end for end in self.drafters if not (end.finishing and end.ended)]
+
+    def take_drafts(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
+        """What a drafter has sent."""
+        started = self._clock()
+        self._drafts.handle_all(end, items)
+        self._drafts.charge(end, self._clock() - started)
 
     def flush_coordinators(self) -> None:
         """Wake coordinators that have something to read."""

@@ -4,7 +4,7 @@ Speculation as the verifier sees it: a draft is taken from its box, trimmed to w
 accepted is committed. A session without a draft decodes one token, after a wait that may pay off (draft_wait.py).
 
 Drafters are told at once, for the next pass may wait for them. Coordinators are told while the next pass runs, where
-passes run by themselves, so that it need not wait for that.
+passes run by themselves, so that it need not wait for that; and so is accounted for drafters that rest.
 """
 
 import math
@@ -55,6 +55,24 @@ class Part(NamedTuple):
         return PassItem(self.live.session, Topology.from_wire(parents), tokens, top_k)
 
 
+class Ended(NamedTuple):
+    """A pass that has ended, of which something is still to be learnt.
+
+    Attributes:
+        rows: of all sessions.
+        sessions: that took part.
+        seconds: it took.
+        counted_s: what of it counts; None if that is still to be learnt.
+        resting: sessions whose drafters rest, with these and what the pass brought.
+    """
+
+    rows: int
+    sessions: int
+    seconds: float
+    counted_s: float | None
+    resting: Sequence[tuple[Part, Attachment, PassResult]]
+
+
 class PassRunner:
     """Chooses and runs passes on the scheduler's thread.
 
@@ -85,7 +103,7 @@ class PassRunner:
         self._unconditional = config.drafting == "unconditional"
         self._clock = clock
         self._news: list[LiveSession] = []
-        self._unlearnt: list[tuple[int, int, float]] = []
+        self._unlearnt: list[Ended] = []
 
     def run(self, meanwhile: Callable[[], None]) -> float | None:
         """Run a pass, if one is due.
@@ -106,15 +124,17 @@ class PassRunner:
         chosen, due = self._choose(ready, self._clock())
         if not chosen:
             return due
-        self._run(self._plan(chosen), meanwhile if self._engine.overlaps else None)
+        planning = self._clock()
+        parts = self._plan(chosen)
+        self._run(parts, self._clock() - planning, meanwhile if self._engine.overlaps else None)
         return None
 
     def tell_news(self) -> None:
         """Tell coordinators what the last pass brought; a session of which nothing can be told fails alone. And learn
         from its duration, where no drafter waits for what the next pass makes of that."""
         unlearnt, self._unlearnt = self._unlearnt, []
-        for rows, count, seconds in unlearnt:
-            self.times.observe(rows, count, seconds)
+        for ended in unlearnt:
+            self._learn(ended)
         news, self._news = self._news, []
         for live in news:
             fault = fault_of(live.tell)
@@ -157,7 +177,7 @@ class PassRunner:
             kept = choose(prospects, self.times, self._max_batch_rows)
         return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
 
-    def _run(self, parts: Sequence[Part], meanwhile: Callable[[], None] | None) -> None:
+    def _run(self, parts: Sequence[Part], planned_s: float, meanwhile: Callable[[], None] | None) -> None:
         started, not_of_pass = self._clock(), None
         try:
             running = self._engine.begin_pass([part.item() for part in parts])
@@ -174,8 +194,8 @@ class PassRunner:
             return
         ended = self._clock()
         sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
-        observed = sessions + nodes, sessions, ended - started
-        counted_s: float | None = None
+        rows, seconds, counted_s = sessions + nodes, ended - started, None
+        resting, busy = list[tuple[Part, Attachment, PassResult]](), list[Attachment]()
         for part, result in zip(parts, results, strict=True):
             live = part.live
             if not live.lives:
@@ -186,16 +206,36 @@ class PassRunner:
             live.moved_at = ended
             live.untold.append((result, len(part.kept)))
             self._news.append(live)
-            if live.attachment is not None:
-                counted_s = self.times.observe(*observed) if counted_s is None else counted_s
-                self._account(part, live.attachment, result, started, counted_s, sessions, nodes)
+            attachment = live.attachment
+            if attachment is not None and attachment.is_quiet and part.draft is None and result.finish is None:
+                resting.append((part, attachment, result))
+            elif attachment is not None:
+                counted_s = self.times.observe(rows, sessions, seconds) if counted_s is None else counted_s
+                self._account(part, attachment, result, started, counted_s, sessions, nodes)
                 self._report(part, result)
+                busy.append(attachment)
             if result.finish is not None:
                 self._roster.finish(live, result.finish)
-        if counted_s is None:
-            self._unlearnt.append(observed)
+        if counted_s is None or resting:
+            self._unlearnt.append(Ended(rows, sessions, seconds, counted_s, resting))
+        for attachment in busy:  # nothing of this would be done without drafters
+            attachment.overhead_s += (planned_s + self._clock() - ended) / len(busy)
         if not_of_pass is not None:
             raise not_of_pass
+
+    def _learn(self, ended: Ended) -> None:
+        """From a pass's duration, if that was put off, and for sessions whose drafters rest: try them again if due."""
+        counted_s = ended.counted_s
+        if counted_s is None:
+            counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
+        for part, attachment, result in ended.resting:
+            live = part.live
+            if not live.lives or live.attachment is not attachment:
+                continue
+            attachment.wait.decode_s += counted_s
+            attachment.guard.rest(counted_s)
+            if result.top or not attachment.drafts.is_empty or attachment.guard.is_due(live.session.committed_len):
+                self._report(part, result)
 
     def _account(
         self,
@@ -227,6 +267,7 @@ class PassRunner:
             gained_s=len(result.accepted_nodes) * plain_s,
             cost_s=longer_s + waited_s + attachment.overhead_s,
             decode_s=counted_s,
+            plain_s=plain_s,
         )
         attachment.overhead_s = 0.0
         in_vain = attachment.wait.exhausted or attachment.wait.granted_s == 0

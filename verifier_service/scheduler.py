@@ -341,7 +341,7 @@ class Scheduler:
         self._mailbox.post(partial(self._commands.handle_all, end, commands), early=True)
 
     def _deliver_drafts(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
-        self._mailbox.post(partial(self._drafts.handle_all, end, items))
+        self._mailbox.post(partial(self._ends.take_drafts, end, items))
 
     def _hang_up_coordinator(self, end: CoordinatorEnd) -> None:
         self._mailbox.post(partial(self._ends.lose_coordinator, end))

@@ -1,13 +1,20 @@
 """The promise that a drafter costs next to nothing: a running account of what it gained and what it cost.
 
 While the account is in the red by more than its allowance, the drafter pauses (it is told a budget of no candidates,
-and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passes.
+and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passes; later, if so much had to be decoded
+before what the last try has cost is its share of the time. What is allowed is measured in passes, up to a limit in
+seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 """
 
+import math
+
 ALLOWED_SHARE = 0.025  # of decode time: keeps at least 0.97 of plain decoding's speed
-ALLOWED_S = 0.02  # beside that, to get to know the drafter
-BANKED_S = 0.1  # gains beyond it do not pay for later losses
+ALLOWED_PASSES = 2.0  # plain ones, beside that, to get to know the drafter
+ALLOWED_S = 0.02  # no more than that
+BANKED_PASSES = 10.0  # plain ones; gains beyond do not pay for later losses
+BANKED_S = 0.1  # no more than that
 PROBE_EVERY = 64  # tokens
+PROBE_SHARE = 0.01  # of decode time, for tries that bring nothing
 PROBE_PASSES = 4
 PROBE_BUDGET = 8  # candidates
 
@@ -30,11 +37,12 @@ class SpeedGuard:
         self.paused = False
         self.probing = False
         self._decode_s = 0.0
+        self._plain_s = math.inf
         self._probe_at = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
 
-    def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float) -> None:
+    def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float, plain_s: float) -> None:
         """Account for one pass of the session.
 
         Args:
@@ -42,32 +50,48 @@ class SpeedGuard:
             gained_s: time that the accepted candidates saved.
             cost_s: time that drafting added: to the pass, before it, after it.
             decode_s: duration of the pass.
+            plain_s: what the pass takes without candidates.
         """
         self._decode_s += decode_s
+        self._plain_s = plain_s
         net = gained_s - cost_s
-        self.balance_s = min(self.balance_s + net, BANKED_S)
+        self.balance_s = min(self.balance_s + net, BANKED_S, BANKED_PASSES * plain_s)
         if self.probing:
             self._probe_balance_s += net
             self._probe_passes += 1
-            if self._probe_passes >= PROBE_PASSES:
+            if self._probe_passes >= PROBE_PASSES or self._probe_balance_s < -self._to_know_s:
                 self._end_probe(committed_len)
         elif not self.paused and self.balance_s < self._lowest_s:
             self.pause(committed_len)
 
+    def rest(self, decode_s: float) -> None:
+        """Account for a pass of a session whose drafter pauses, and did nothing for it."""
+        self._decode_s += decode_s
+
     @property
     def _lowest_s(self) -> float:
-        return -(ALLOWED_S + ALLOWED_SHARE * self._decode_s)
+        return -(self._to_know_s + ALLOWED_SHARE * self._decode_s)
 
-    def pause(self, committed_len: int) -> None:
-        """Stop asking for drafts until PROBE_EVERY more tokens were committed."""
+    @property
+    def _to_know_s(self) -> float:
+        return min(ALLOWED_S, ALLOWED_PASSES * self._plain_s)
+
+    def pause(self, committed_len: int, lost_s: float = 0.0) -> None:
+        """Stop asking for drafts until PROBE_EVERY more tokens were committed, or so many that what the last try lost
+        is PROBE_SHARE of their time."""
         if self._unconditional:
             return
         self.paused, self.probing = True, False
-        self._probe_at = committed_len + PROBE_EVERY
+        earned_back = lost_s / (PROBE_SHARE * self._plain_s)
+        self._probe_at = committed_len + max(PROBE_EVERY, math.ceil(earned_back))
+
+    def is_due(self, committed_len: int) -> bool:
+        """Whether a drafter that pauses is to be tried again."""
+        return self.paused and committed_len >= self._probe_at
 
     def start_probe_if_due(self, committed_len: int) -> bool:
         """Whether a probe begins with the pass that comes next."""
-        if not self.paused or committed_len < self._probe_at:
+        if not self.is_due(committed_len):
             return False
         self.paused, self.probing = False, True
         self._probe_passes, self._probe_balance_s = 0, 0.0
@@ -78,4 +102,4 @@ class SpeedGuard:
         if self._probe_balance_s > 0:
             self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
-            self.pause(committed_len)
+            self.pause(committed_len, -self._probe_balance_s)

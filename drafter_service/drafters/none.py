@@ -16,7 +16,7 @@ class NoneState:
         """The empty tree."""
         return EMPTY
 
-    def finish(self) -> None:
+    def finish(self, tokens: Sequence[int] = ()) -> None:
         """Does nothing."""
 
 

@@ -51,7 +51,7 @@ class OracleState:
             parent = nodes[spine]
         return tree.build()
 
-    def finish(self) -> None:
+    def finish(self, tokens: Sequence[int] = ()) -> None:
         """Does nothing."""
 
 

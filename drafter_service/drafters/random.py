@@ -35,7 +35,7 @@ class RandomState:
             tree.add(draw.randint(ROOT, len(tree) - 1), draw.randrange(self._ids), self._log_prob)
         return tree.build()
 
-    def finish(self) -> None:
+    def finish(self, tokens: Sequence[int] = ()) -> None:
         """Does nothing."""
 
 

@@ -67,10 +67,10 @@ class SuffixState(MatchState):
         self._history = history
         self._output_begin = len(tokens)
 
-    def finish(self) -> None:
+    def finish(self, tokens: Sequence[int] = ()) -> None:
         """Leave what was put out since the session was attached to the history, if there is one."""
         if self._history is not None:
-            self._history.add(self._index.text[self._output_begin :])
+            self._history.add([*self._index.text[self._output_begin :], *tokens])
 
 
 class SuffixDrafter:

@@ -14,11 +14,11 @@ def decode(guard: SpeedGuard, tokens: int, cost_s: float, gained: int = 0, lengt
         guard.start_probe_if_due(length)
         if guard.paused:
             length += 1
-            guard.record(length, gained_s=0.0, cost_s=0.0, decode_s=PLAIN_S)
+            guard.record(length, gained_s=0.0, cost_s=0.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
         else:
             drafted += 1
             length += 1 + gained
-            guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s)
+            guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s, plain_s=PLAIN_S)
     return drafted
 
 
@@ -57,7 +57,7 @@ def test_speed_outside_of_probes_is_nearly_that_of_plain_decoding() -> None:
         spent_s += PLAIN_S + cost_s
         if guard.probing:
             probes_s += max(0.0, cost_s - gained * PLAIN_S)
-        guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s)
+        guard.record(length, gained_s=gained * PLAIN_S, cost_s=cost_s, decode_s=PLAIN_S + cost_s, plain_s=PLAIN_S)
     assert length * PLAIN_S / (spent_s - probes_s - ALLOWED_S) >= 0.97
 
 

@@ -29,7 +29,7 @@ def test_waits_and_drafters_are_not_given_up() -> None:
     for turn in range(100):
         assert wait.until(float(turn), 0.01, 0.02) == turn + 0.5
         wait.settle(turn + 0.5, came=False, verified=0, tokens=1, pass_s=0.01)
-        guard.record(turn, gained_s=0.0, cost_s=1.0, decode_s=0.01)
+        guard.record(turn, gained_s=0.0, cost_s=1.0, decode_s=0.01, plain_s=0.01)
     assert not guard.paused
 
 
