@@ -154,24 +154,42 @@ class GpuBackend:
     @torch.inference_mode()
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Compile and capture what a pass of such trees needs, before one comes."""
-        self._run_for(tuple(topologies), True, ())
+        self._run_made_for(tuple(topologies), samples=True)
         if len(topologies) == 1 and len(topologies[0]) == len(topologies[0].levels):
-            self._run_for(tuple(topologies), False, ())  # known tokens run as one session's chain
+            self._run_made_for(tuple(topologies), samples=False)  # known tokens run as one session's chain
 
     def pass_of(self, topologies: Sequence[Topology]) -> PassRun:
-        """What plain passes of such trees run on."""
-        return self._run_for(tuple(topologies), True, ())
+        """What plain passes of such trees run on at best; captured now if they are the first of their kind."""
+        return self._run_made_for(tuple(topologies), samples=True)
 
     def _find_run(self, topologies: tuple[Topology, ...], samples: bool, layers: tuple[int, ...]) -> PassRun:
-        """What passes of these trees run on, captured now if they are the first of their kind."""
+        """What passes of these trees run on: what was made for their kind, or will do; made now if nothing will.
+
+        To compile and capture takes longer than many passes.
+        """
+        key = self._key(topologies, samples, layers)
+        if key not in self._runs:
+            will_do = [other for other in self._runs if key.can_run_as(other)]
+            key = min(will_do, key=key.apart_from) if will_do else key
+        return self._run_of(key)
+
+    def _run_made_for(self, topologies: tuple[Topology, ...], *, samples: bool) -> PassRun:
+        """What passes of these trees run on fastest."""
+        return self._run_of(self._key(topologies, samples, ()))
+
+    def _key(self, topologies: tuple[Topology, ...], samples: bool, layers: tuple[int, ...]) -> PassKey:
         choice = self._selector.choose(self.mode, self._shape, topologies, pending=PENDING, dtype=self.weights.dtype)
         bucket = bucket_of(topologies, self._most_rows, self.weights.config.conv_size, choice.groups)
-        key = PassKey(bucket, choice, samples, tuple(layer for layer in layers if layer != FINAL_NORM))
+        return PassKey(bucket, choice, samples, tuple(layer for layer in layers if layer != FINAL_NORM))
+
+    def _run_of(self, key: PassKey) -> PassRun:
+        """Captured now if it is the first of its kind."""
         if key not in self._runs:
             if key.layers:
                 self._forget_oldest_keeping()
             arena = self._arena_for(key)
             self._runs[key] = PassRun(self.weights, self.store, key, arena, self._entries, self._memory_of_graphs)
+            self._run_for.cache_clear()  # it may name what will do for this kind
         return self._runs[key]
 
     def _arena_for(self, key: PassKey) -> Tensor:

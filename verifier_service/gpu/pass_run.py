@@ -38,6 +38,22 @@ class PassKey(NamedTuple):
         """Whether a serial kernel runs."""
         return self.choice.kernel == "serial"
 
+    def can_run_as(self, other: PassKey) -> bool:
+        """Whether such passes run on what was made for another key: with other programs, or up to twice the rows.
+
+        In exact mode their bits are the same.
+        """
+        mine, its = self.bucket, other.bucket
+        alike = (other.samples, other.layers) == (self.samples, self.layers)
+        alike &= (its.sessions, its.pending, its.taps) == (mine.sessions, mine.pending, mine.taps)
+        return alike and its.tree_rows >= mine.tree_rows and mine.rows <= its.rows <= 2 * mine.rows
+
+    def apart_from(self, other: PassKey) -> tuple[int, int, int, bool]:
+        """How much slower such passes may be on what was made for another key; the least is the best."""
+        mine, its = self.bucket, other.bucket
+        same = other.choice.kernel == self.choice.kernel
+        return its.rows - mine.rows, its.tree_rows - mine.tree_rows, abs(its.groups - mine.groups), not same
+
     def arena_bytes(self, config: GatedDeltaNetConfig, dtype: torch.dtype) -> int:
         """Bytes of the arena that its passes need."""
         return PassBuffers.nbytes(config, dtype, self.bucket, layers=len(self.layers), serial=self.serial)

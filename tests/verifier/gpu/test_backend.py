@@ -15,7 +15,7 @@ from tree_cases import chain, random_tree
 
 from specla.kernels.gpu.between_mixers import MeetingPlace
 from specla.kernels.gpu.factor_pool import PoolTable
-from specla.kernels.gpu.selector import Selector
+from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
 from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
@@ -171,6 +171,43 @@ def test_passes_that_keep_streams_are_few_and_share_what_memory_grew(
     assert backend._run_for((Topology.root_only(),), True, ()) is first
     assert backend._run_for((Topology.root_only(),), True, (0, 1)) is not runs[0]
     assert [key.layers for key in backend._runs] == [(), (1,), (0, 1)]
+
+
+class ByLeaves(Selector):
+    """A program a leaf, up to four."""
+
+    def choose(self, mode: Mode, shape: LayerShape, topologies: Sequence[Topology], **_: object) -> Choice:
+        return Choice("serial", min(4, max(topology.leaves for topology in topologies)))
+
+
+@torch.inference_mode()
+def test_what_was_made_ready_serves_trees_of_other_shapes(tiny_target: Path) -> None:
+    """Nothing is compiled or captured while sessions wait, and what runs holds the tree."""
+    shipped = Selector.for_device("NVIDIA H200")
+    weights = backend_of(tiny_target).weights
+    backend = GpuBackend(weights, "exact", ByLeaves(shipped.device, shipped.measured), slots=2, max_rows=32)
+    for topologies in backend.usual_batches():
+        backend.prepare(topologies)
+    made = dict(backend._runs)
+    assert {key.bucket.groups for key in made if key.bucket.tree_rows == 16} == {1, 4}
+    for tree, others in (
+        ([-1, -1, -1], []),
+        ([-1, 0, 1, -1, 3], [chain(2)]),
+        ([-1] * 20, []),
+        ([-1, 0, 0], [chain(17)]),
+    ):
+        topologies = (Topology.from_wire(tree), *others)
+        run = backend._run_for(topologies, True, ())
+        assert run in made.values()
+        bucket = run.buffers.bucket
+        assert bucket.rows >= sum(map(len, topologies))
+        assert bucket.tree_rows >= max(map(len, topologies))
+    assert backend._runs == made
+    best = backend.pass_of([Topology.from_wire([-1, -1, -1])])
+    assert best.buffers.bucket.groups == 3
+    assert backend._run_for((Topology.from_wire([-1, -1, -1]),), True, ()) is best, "what is made for it goes first"
+    kept = backend._run_for((chain(3),), True, (0,))
+    assert kept not in made.values(), "nothing that was made keeps this stream"
 
 
 @torch.inference_mode()
