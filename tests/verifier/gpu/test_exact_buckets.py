@@ -34,8 +34,11 @@ def weights(request: pytest.FixtureRequest) -> GpuWeights:
     return GpuWeights.load(CONFIG, RandomTensors(CONFIG, "cuda"), request.param, "cuda")
 
 
-def run_text(weights: GpuWeights, sizes: Sequence[int], company: int, seed: int) -> torch.Tensor:
-    """Logits of TEXT in passes of these sizes, each size a path in a random tree, beside random trees of others."""
+def run_text(
+    weights: GpuWeights, sizes: Sequence[int], company: int, seed: int, *, own_bucket: bool = True
+) -> torch.Tensor:
+    """Logits of TEXT in passes of these sizes, each size a path in a random tree, beside random trees of others; each
+    pass in its own bucket, or in what was made for others where that will do."""
     selector = Selector.for_device("NVIDIA H200")
     backend = GpuBackend(weights, "exact", selector, slots=SLOTS, max_rows=MOST_ROWS, max_batch_rows=512)
     rng, found, at = random.Random(seed), [], 0
@@ -49,6 +52,8 @@ def run_text(weights: GpuWeights, sizes: Sequence[int], company: int, seed: int)
         row_tokens = [rng.randrange(CONFIG.vocab_size) for _ in range(batch.rows)]
         first = batch.offsets[place]
         row_tokens[first : first + len(tree)] = tokens
+        if own_bucket:
+            backend.pass_of(batch.topologies)
         out = backend.run(Lineup(slots, batch, [GREEDY] * len(slots)), row_tokens, [0] * len(slots))
         found += [torch.from_numpy(out.logits(first + row)) for row in path]
         for index in range(batch.sessions):
@@ -82,6 +87,8 @@ def test_one_text_in_all_buckets(weights: GpuWeights) -> None:
     for seed, (sizes, company) in enumerate(ways, 1):
         assert sum(sizes) == len(TEXT)
         assert torch.equal(run_text(weights, sizes, company, seed), alone), (sizes, company)
+        elsewhere = run_text(weights, sizes, company, seed, own_bucket=False)
+        assert torch.equal(elsewhere, alone), (sizes, company, "in other buckets")
 
 
 @torch.inference_mode()
