@@ -23,6 +23,7 @@ _MAX_JUMP = 4.0  # a pass that took longer than so many times the forecast was d
 _MAX_SESSIONS = 8  # passes of more sessions share one correction
 _FIRST_BUDGET = 16
 _LEAST_BUDGET = 4
+LEAST_CHANCE = 0.005  # candidates that are less likely are hardly ever sent
 _MEAN_SHARE = 0.125
 
 
@@ -118,11 +119,10 @@ def choose(prospects: Sequence[Prospect], times: PassTimes, max_rows: int) -> li
     sessions = len(prospects)
     ranked: list[tuple[float, int, int]] = []  # negative path probability, session, candidate
     for i, (parents, chances, max_depth) in enumerate(prospects):
-        reach: list[float] = []
+        reach = path_chances(parents, chances)
         depth: list[int] = []
         for node, parent in enumerate(parents):
             depth.append(1 if parent < 0 else depth[parent] + 1)
-            reach.append(chances[node] if parent < 0 else reach[parent] * chances[node])
             if depth[node] <= max_depth:
                 ranked.append((-reach[node], i, node))
     ranked.sort()
@@ -142,6 +142,21 @@ def choose(prospects: Sequence[Prospect], times: PassTimes, max_rows: int) -> li
     return kept
 
 
+def path_chances(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
+    """Of each candidate, the chance that it and all above it come true."""
+    reach: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        reach.append(chance if parent < 0 else reach[parent] * chance)
+    return reach
+
+
+def worth_drafting(parents: Sequence[int], chances: Sequence[float], kept: Sequence[int], price: float) -> int:
+    """How many of the candidates that are kept come true at least as often as `price`, which each of a draft has cost,
+    in plain passes."""
+    reach = path_chances(parents, chances)
+    return sum(reach[node] >= price for node in kept)
+
+
 def keep_all(prospects: Sequence[Prospect], max_rows: int) -> list[list[int]]:
     """All candidates that can be committed and fit into the pass, whatever they cost; as `choose`, but unmeasured."""
     room = max(0, max_rows - len(prospects))
@@ -157,7 +172,7 @@ def keep_all(prospects: Sequence[Prospect], max_rows: int) -> list[list[int]]:
 
 
 class NodeBudget:
-    """How many candidates a drafter should send: room for twice what proved worth verifying.
+    """How many candidates a drafter should send: room for twice what proved worth drafting and verifying.
 
     Args:
         most: candidates that fit into one session's pass.
@@ -172,10 +187,11 @@ class NodeBudget:
         self.nodes = min(_FIRST_BUDGET, most)
         self.mean_kept = float(min(_LEAST_BUDGET, most))
 
-    def observe(self, drafted: int, kept: int) -> None:
-        """Learn from a draft and what was kept of it."""
+    def observe(self, drafted: int, kept: int, worth: int | None = None) -> None:
+        """Learn from a draft, what was kept of it, and how much of that was worth the drafting; all if unset."""
         self.mean_kept += _MEAN_SHARE * (kept - self.mean_kept)
-        if kept >= self.nodes:
+        worth = kept if worth is None else worth
+        if worth >= self.nodes:
             self.nodes = min(2 * self.nodes, self._most)
-        elif drafted > 0 and kept < self.nodes // 4:
+        elif drafted > 0 and worth < self.nodes // 4:
             self.nodes = max(min(_LEAST_BUDGET, self._most), self.nodes - 1)

@@ -16,7 +16,7 @@ from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import fault_of, internal_error
 from specla.verifier_service.attachment import Attachment
 from specla.verifier_service.config import VerifierConfig
-from specla.verifier_service.cost_model import PassTimes, Prospect, choose, keep_all
+from specla.verifier_service.cost_model import LEAST_CHANCE, PassTimes, Prospect, choose, keep_all, worth_drafting
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Draft
@@ -251,8 +251,9 @@ class PassRunner:
         plain_s = self.times.predict(sessions, sessions)
         committed_len = part.live.session.committed_len
         if part.draft is not None:
+            worth = _worth_drafting(part.draft, part.kept, attachment, plain_s)
             attachment.calibrator.observe(part.draft, result.tokens)
-            attachment.budget.observe(len(part.draft.tokens), len(part.kept))
+            attachment.budget.observe(len(part.draft.tokens), len(part.kept), worth)
         waited_s = attachment.wait.settle(
             started,
             came=part.draft is not None,
@@ -284,6 +285,14 @@ class PassRunner:
             seconds=result.seconds,
             is_last=result.finish is not None,
         )
+
+
+def _worth_drafting(draft: Draft, kept: Sequence[int], attachment: Attachment, plain_s: float) -> int:
+    """How many of the candidates that were verified can save more time than one has taken to be drafted."""
+    price = attachment.overhead_s / max(1, len(draft.tokens)) / plain_s
+    if price < LEAST_CHANCE:
+        return len(kept)
+    return worth_drafting(draft.parents, attachment.calibrator.probabilities(draft.log_probs), kept, price)
 
 
 def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specla.verifier_service.cost_model import NodeBudget, PassTimes, Prospect, choose, measure
+from specla.verifier_service.cost_model import (
+    NodeBudget,
+    PassTimes,
+    Prospect,
+    choose,
+    measure,
+    path_chances,
+    worth_drafting,
+)
 
 TABLE = {1: 0.010, 2: 0.011, 5: 0.013, 9: 0.020, 17: 0.034}
 
@@ -135,3 +143,22 @@ def test_the_budget_grows_while_it_is_used_and_shrinks_when_it_is_not() -> None:
         budget.observe(64, 0)
     assert budget.nodes == 4
     assert NodeBudget(2).nodes == 2
+
+
+def test_the_budget_does_not_grow_for_candidates_that_cost_more_than_they_save() -> None:
+    budget = NodeBudget(64)
+    for _ in range(20):
+        budget.observe(16, 16, worth=5)
+    assert budget.nodes == 16
+    for _ in range(20):
+        budget.observe(16, 16, worth=3)
+    assert budget.nodes == 15
+    assert budget.mean_kept == pytest.approx(16, abs=0.1), "all the same they are verified"
+
+
+def test_a_candidate_is_worth_its_drafting_if_its_path_comes_true_often_enough() -> None:
+    parents, chances = [-1, 0, 1, 0, -1], [0.8, 0.5, 0.5, 0.25, 0.1]
+    assert path_chances(parents, chances) == pytest.approx([0.8, 0.4, 0.2, 0.2, 0.1])
+    for price, worth in ((0.0, 5), (0.15, 4), (0.3, 2), (0.9, 0)):
+        assert worth_drafting(parents, chances, [0, 1, 2, 3, 4], price) == worth
+    assert worth_drafting(parents, chances, [0, 3], 0.3) == 1
