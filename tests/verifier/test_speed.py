@@ -22,6 +22,9 @@ from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
+QUICK = {1: 0.00021, 2: 0.00024, 5: 0.00025, 9: 0.00026, 17: 0.00028, 33: 0.00032, 65: 0.0004}
+"""Of a device where a pass takes as long as a draft, and rows hardly anything."""
+
 TABLE = {1: 0.0130, 2: 0.0138, 3: 0.0146, 5: 0.0165, 9: 0.0245, 17: 0.0430, 33: 0.0800}
 
 
@@ -76,11 +79,21 @@ class Drafter:
         self.link.send([item])
 
 
+def counted(target: Path, table: dict[int, float]) -> Scheduler:
+    clock = HandClock()
+    config = VerifierConfig(target=target, threads=1, max_sessions=4)
+    return Scheduler(CountedEngine(config, clock, table), config, clock).start(PassTimes(table))
+
+
 @pytest.fixture
 def verifier(tiny_target: Path) -> Iterator[Scheduler]:
-    clock = HandClock()
-    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=4)
-    with Scheduler(CountedEngine(config, clock, TABLE), config, clock).start(PassTimes(TABLE)) as verifier:
+    with counted(tiny_target, TABLE) as verifier:
+        yield verifier
+
+
+@pytest.fixture
+def quick(tiny_target: Path) -> Iterator[Scheduler]:
+    with counted(tiny_target, QUICK) as verifier:
         yield verifier
 
 
@@ -95,8 +108,7 @@ def text(tiny_target: Path) -> list[int]:
 RunWith = Callable[..., tuple[float, Drafter]]
 
 
-@pytest.fixture
-def run_with(verifier: Scheduler, text: list[int]) -> RunWith:
+def runs_of(verifier: Scheduler, text: list[int]) -> RunWith:
     def run(*, right: float, claim: float, takes_s: float = 0.0003) -> tuple[float, Drafter]:
         """Seconds that the text took, and its drafter."""
         coordinator = Coordinator(verifier)
@@ -110,6 +122,16 @@ def run_with(verifier: Scheduler, text: list[int]) -> RunWith:
         return verifier._clock() - began, drafter
 
     return run
+
+
+@pytest.fixture
+def run_with(verifier: Scheduler, text: list[int]) -> RunWith:
+    return runs_of(verifier, text)
+
+
+@pytest.fixture
+def run_quickly(quick: Scheduler, text: list[int]) -> RunWith:
+    return runs_of(quick, text)
 
 
 PLAIN_S = TOKENS * TABLE[1]
@@ -143,6 +165,21 @@ def test_a_perfect_drafter_is_asked_for_more(run_with: RunWith) -> None:
     spent_s, drafter = run_with(right=1.0, claim=-0.01)
     assert PLAIN_S / spent_s > 3.0
     assert min(drafter.budgets) >= 8
+
+
+@pytest.mark.parametrize("claim", [-0.001, -0.7, -5.0])
+@pytest.mark.parametrize("takes_s", [0.00005, 0.0002, 0.0006])
+def test_a_worthless_drafter_costs_little_where_a_pass_takes_no_longer_than_a_draft(
+    run_quickly: RunWith, claim: float, takes_s: float
+) -> None:
+    spent_s, _ = run_quickly(right=0.0, claim=claim, takes_s=takes_s)
+    assert TOKENS * QUICK[1] / spent_s >= 0.95
+
+
+@pytest.mark.parametrize("takes_s", [0.00005, 0.0002])
+def test_a_good_drafter_gains_there(run_quickly: RunWith, takes_s: float) -> None:
+    spent_s, _ = run_quickly(right=0.9, claim=-0.1, takes_s=takes_s)
+    assert TOKENS * QUICK[1] / spent_s > (3.0 if takes_s < 0.0001 else 1.8)
 
 
 class FarDrafter(Drafter):
