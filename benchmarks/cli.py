@@ -18,7 +18,7 @@ from specla.benchmarks.options import (
     temperatures_of,
 )
 from specla.benchmarks.prompt_set import HELD_OUT
-from specla.benchmarks.report import Report, cpu_name
+from specla.benchmarks.report import Report, commit, cpu_name
 from specla.verifier_service.config import MAX_ROWS
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
@@ -71,7 +71,15 @@ def identity(
     folder = target or default_target()
     columns = work.cases(names, degrees, joined, batch, baseline_batch)
     chosen = load(prompts, limit=limit)
-    settings = work.settings_of(chosen, numerics=numerics, device=device, max_tokens=max_tokens, max_nodes=max_nodes)
+    settings = work.settings_of(
+        chosen,
+        numerics=numerics,
+        device=device,
+        max_tokens=max_tokens,
+        max_nodes=max_nodes,
+        target=work.digest_of(folder),
+        commit=commit(),
+    )
     try:
         texts = work.Journal(journal, settings)
     except ValueError as error:
@@ -116,7 +124,10 @@ def identity(
             return generators[join]
 
         work.run(columns, chosen, texts, generator_of, max_tokens=max_tokens, progress=lambda _: progress.advance(task))
-    finish(work.report(columns, chosen, texts, device=_name_of(device)), json)
+    made = work.report(columns, chosen, texts, device=_name_of(device))
+    if done:
+        made.notes["texts of a former run, from the journal"] = done
+    finish(made, json)
 
 
 @bench.command()

@@ -143,18 +143,23 @@ class Journal:
         self.path = path
         self.settings = dict(settings or {})
         self.texts: dict[tuple[Case, str], Text] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_text() if path.exists() else ""
         lines = whole[: whole.rfind("\n") + 1].splitlines()  # a run that was killed leaves half a line
         if lines and (found := json.loads(lines[0]).get("settings")) != self.settings:
-            raise ValueError(f"{path} was made with {found}, not {self.settings}: give another --journal")
+            raise ValueError(
+                f"{path} was made with {found}, not {self.settings}: give another --journal, or delete this one"
+            )
         for line in lines[1:]:
             self._keep(Text.from_line(line))
-        path.write_text("".join(f"{line}\n" for line in lines or [json.dumps({"settings": self.settings})]))
+        if lines:
+            path.write_text("".join(f"{line}\n" for line in lines))
 
     def add(self, text: Text) -> None:
-        """Keep a text, in the file too."""
+        """Keep a text, in the file too, which is made with the first one."""
         self._keep(text)
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps({"settings": self.settings}) + "\n")
         with self.path.open("a") as file:
             file.write(text.to_line() + "\n")
 
@@ -227,6 +232,15 @@ def settings_of(prompts: Sequence[Prompt], **settings: str | int) -> dict[str, s
     """A journal's settings: the given ones, and a digest of the prompts' ids and texts."""
     digest = hashlib.sha256(json.dumps([(prompt.id, prompt.text) for prompt in prompts]).encode()).hexdigest()
     return {**settings, "prompts": digest[:16]}
+
+
+def digest_of(target: Path) -> str:
+    """Of all that a checkpoint's texts depend on: its configuration, tokenizer and weights."""
+    whole = hashlib.sha256()
+    for path in sorted((*target.glob("*.json"), *target.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()[:16]
 
 
 def _add_same_seed(made: Report, case: Case, texts: Sequence[Text], baseline: Sequence[Text]) -> None:

@@ -125,11 +125,11 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["commit"] = _commit()
+    found["commit"] = commit()
     return found
 
 
-def _commit() -> str:
+def commit() -> str:
     """What SPECLA_COMMIT names (for copies of a checkout that leave its git behind), or as git describes it."""
     named = os.environ.get("SPECLA_COMMIT")
     if named:

@@ -1,6 +1,7 @@
 """A small part of `specla bench identity`, and proof that it would see a difference."""
 
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,21 @@ def test_a_journal_of_other_settings_is_refused_and_half_a_line_dropped(filled: 
     for other in ({**settings, "numerics": "fast"}, identity.settings_of(PROMPTS[:1], numerics="exact"), {}):
         with pytest.raises(ValueError, match="was made with"):
             Journal(path, other)
+
+
+def test_a_run_that_made_no_text_leaves_no_journal(tmp_path: Path) -> None:
+    Journal(tmp_path / "runs" / "journal.jsonl", {"numerics": "exact"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_digest_of_a_target_knows_its_weights_and_configuration(tiny_target: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
+    assert identity.digest_of(copy) == identity.digest_of(tiny_target)
+    for name in ("config.json", "model.safetensors"):
+        before, path = identity.digest_of(copy), copy / name
+        *kept, last = path.read_bytes()
+        path.write_bytes(bytes([*kept, last ^ 1]))
+        assert identity.digest_of(copy) != before, name
 
 
 def test_a_seed_that_changes_nothing_is_seen(filled: Journal, columns: list[Case], tmp_path: Path) -> None:
