@@ -63,14 +63,14 @@ class Ended(NamedTuple):
         sessions: that took part.
         seconds: it took.
         counted_s: what of it counts; None if that is still to be learnt.
-        resting: sessions whose drafters rest, with these and what the pass brought.
+        resting: drafters that rest, and go on resting.
     """
 
     rows: int
     sessions: int
     seconds: float
     counted_s: float | None
-    resting: Sequence[tuple[Part, Attachment, PassResult]]
+    resting: Sequence[Attachment]
 
 
 class PassRunner:
@@ -195,7 +195,7 @@ class PassRunner:
         ended = self._clock()
         sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
         rows, seconds, counted_s = sessions + nodes, ended - started, None
-        resting, busy = list[tuple[Part, Attachment, PassResult]](), list[Attachment]()
+        resting, busy = list[Attachment](), list[Attachment]()
         for part, result in zip(parts, results, strict=True):
             live = part.live
             if not live.lives:
@@ -207,8 +207,8 @@ class PassRunner:
             live.untold.append((result, len(part.kept)))
             self._news.append(live)
             attachment = live.attachment
-            if attachment is not None and attachment.is_quiet and part.draft is None and result.finish is None:
-                resting.append((part, attachment, result))
+            if attachment is not None and _rests_on(part, attachment, result):
+                resting.append(attachment)
             elif attachment is not None:
                 counted_s = self.times.observe(rows, sessions, seconds) if counted_s is None else counted_s
                 self._account(part, attachment, result, started, counted_s, sessions, nodes)
@@ -224,18 +224,13 @@ class PassRunner:
             raise not_of_pass
 
     def _learn(self, ended: Ended) -> None:
-        """From a pass's duration, if that was put off, and for sessions whose drafters rest: try them again if due."""
+        """From a pass's duration, if that was put off, and for drafters that rest."""
         counted_s = ended.counted_s
         if counted_s is None:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
-        for part, attachment, result in ended.resting:
-            live = part.live
-            if not live.lives or live.attachment is not attachment:
-                continue
+        for attachment in ended.resting:
             attachment.wait.decode_s += counted_s
             attachment.guard.rest(counted_s)
-            if result.top or not attachment.drafts.is_empty or attachment.guard.is_due(live.session.committed_len):
-                self._report(part, result)
 
     def _account(
         self,
@@ -293,6 +288,14 @@ def _worth_drafting(draft: Draft, kept: Sequence[int], attachment: Attachment, p
     if price < LEAST_CHANCE:
         return len(kept)
     return worth_drafting(draft.parents, attachment.calibrator.probabilities(draft.log_probs), kept, price)
+
+
+def _rests_on(part: Part, attachment: Attachment, result: PassResult) -> bool:
+    """Whether a drafter rests and is told nothing of a pass, so that what there is to account for can wait. It is asked
+    anew as soon as that is due: while the next pass runs would be too late for a draft of it."""
+    if not attachment.is_quiet or part.draft is not None or result.finish is not None or result.top:
+        return False
+    return attachment.drafts.is_empty and not attachment.guard.is_due(part.live.session.committed_len)
 
 
 def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:
