@@ -50,6 +50,8 @@ class Drafter:
             kind = item.WhichOneof("item")
             if kind == "closed":
                 return
+            if kind == "error":
+                continue
             news = getattr(item, kind)
             self.known += news.tokens
             if self.budgets and not self.budgets[-1] and news.node_budget:
@@ -85,6 +87,14 @@ def counted(target: Path, table: dict[int, float]) -> Scheduler:
     return Scheduler(CountedEngine(config, clock, table), config, clock).start(PassTimes(table))
 
 
+class FaultyDrafter(Drafter):
+    """Every draft of its has a root that is not the session's, and is refused."""
+
+    def post(self, item: DraftItem) -> None:
+        item.topology.root_token = (item.topology.root_token + 1) % 320
+        super().post(item)
+
+
 @pytest.fixture
 def verifier(tiny_target: Path) -> Iterator[Scheduler]:
     with counted(tiny_target, TABLE) as verifier:
@@ -109,12 +119,14 @@ RunWith = Callable[..., tuple[float, Drafter]]
 
 
 def runs_of(verifier: Scheduler, text: list[int]) -> RunWith:
-    def run(*, right: float, claim: float, takes_s: float = 0.0003) -> tuple[float, Drafter]:
+    def run(
+        *, right: float, claim: float, takes_s: float = 0.0003, kind: type[Drafter] = Drafter
+    ) -> tuple[float, Drafter]:
         """Seconds that the text took, and its drafter."""
         coordinator = Coordinator(verifier)
         session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
         coordinator.wait_for(session, "prefilled")
-        drafter = Drafter(verifier, text, right=right, claim=claim, takes_s=takes_s)
+        drafter = kind(verifier, text, right=right, claim=claim, takes_s=takes_s)
         drafter.attach(session, coordinator.attach_token(session))
         began = verifier._clock()
         coordinator.command(session, credit=verifier_pb2.Credit(up_to_len=10**6))
@@ -146,6 +158,12 @@ def test_a_worthless_drafter_costs_next_to_nothing(run_with: RunWith, claim: flo
     assert drafter.probes <= most_probes
     probes_s = drafter.probes * 4 * (takes_s + TABLE[5] - TABLE[1])
     assert PLAIN_S / (spent_s - probes_s - ALLOWED_S) >= 0.97
+    assert PLAIN_S / spent_s >= 0.94
+
+
+def test_a_drafter_whose_drafts_are_refused_costs_next_to_nothing(run_with: RunWith) -> None:
+    spent_s, drafter = run_with(right=1.0, claim=-0.1, takes_s=0.004, kind=FaultyDrafter)
+    assert 0 in drafter.budgets, "it pauses"
     assert PLAIN_S / spent_s >= 0.94
 
 
