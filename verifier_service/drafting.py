@@ -84,11 +84,11 @@ class DraftDesk:
         if kind == "detach":
             self.detach(live, verifier_pb2.CLOSED_REASON_DETACHED)
             return
-        attachment.last_seq = item.seq
+        attachment.last_seq, attachment.has_drafted = item.seq, True
         draft = check_draft(item.seq, item.topology, self._limits)
         answers = attachment.drafts.put(draft, live.session.tokens)
         stale = any(answer.seq == item.seq for answer in answers)
-        attachment.owes, attachment.has_drafted = attachment.owes and stale, True
+        attachment.owes = attachment.owes and stale
         self._answer(live, attachment, answers)
 
     def _attach(self, end: DrafterEnd, live: LiveSession, seq: int, attach: verifier_pb2.Attach) -> None:
