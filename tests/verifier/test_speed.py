@@ -13,7 +13,7 @@ import pytest
 from verifier_harness import Coordinator, CountedEngine, HandClock
 
 from specla.v1 import verifier_pb2
-from specla.v1.verifier_pb2 import DraftItem
+from specla.v1.verifier_pb2 import DraftItem, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
@@ -47,19 +47,18 @@ class Drafter:
 
     def draft(self) -> None:
         for item in self.link.take():
-            kind = item.WhichOneof("item")
-            if kind == "closed":
-                return
-            if kind == "error":
-                continue
-            news = getattr(item, kind)
-            self.known += news.tokens
-            if self.budgets and not self.budgets[-1] and news.node_budget:
-                self.probes += 1
-            self.budgets.append(news.node_budget)
-            if news.node_budget:
-                self.verifier._clock.now += self.takes_s  # type: ignore[attr-defined]
-                self.send(item.session_id, news.node_budget)
+            if item.WhichOneof("item") in ("attached", "verdict"):
+                self.hear(item)
+
+    def hear(self, item: VerdictItem) -> None:
+        news = getattr(item, item.WhichOneof("item"))
+        self.known += news.tokens
+        if self.budgets and not self.budgets[-1] and news.node_budget:
+            self.probes += 1
+        self.budgets.append(news.node_budget)
+        if news.node_budget:
+            self.verifier._clock.now += self.takes_s  # type: ignore[attr-defined]
+            self.send(item.session_id, news.node_budget)
 
     def send(self, session: bytes, budget: int) -> None:
         start = len(self.known) - len(PROMPT)
@@ -93,6 +92,18 @@ class FaultyDrafter(Drafter):
     def post(self, item: DraftItem) -> None:
         item.topology.root_token = (item.topology.root_token + 1) % 320
         super().post(item)
+
+
+class StudiousDrafter(Drafter):
+    """Studies the prompt of its second session, and drafts for the first one only."""
+
+    studied: bytes | None = None
+
+    def hear(self, item: VerdictItem) -> None:
+        if item.session_id == self.studied:
+            self.verifier._clock.now += 1.0  # type: ignore[attr-defined]
+        else:
+            super().hear(item)
 
 
 @pytest.fixture
@@ -165,6 +176,23 @@ def test_a_drafter_whose_drafts_are_refused_costs_next_to_nothing(run_with: RunW
     spent_s, drafter = run_with(right=1.0, claim=-0.1, takes_s=0.004, kind=FaultyDrafter)
     assert 0 in drafter.budgets, "it pauses"
     assert PLAIN_S / spent_s >= 0.94
+
+
+def test_what_the_study_of_a_prompt_takes_is_not_held_against_other_sessions(
+    verifier: Scheduler, text: list[int]
+) -> None:
+    coordinator = Coordinator(verifier)
+    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
+    drafter = StudiousDrafter(verifier, text, right=1.0, claim=-0.01, takes_s=0.0003)
+    drafter.attach(first, coordinator.attach_token(first))
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + TOKENS // 2))
+    coordinator.wait(lambda: len(coordinator.tokens(first)) == TOKENS // 2)
+    drafter.studied = second
+    drafter.attach(second, coordinator.attach_token(second))
+    verifier.list_sessions()
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=10**6))
+    assert coordinator.finish(first) == text
+    assert min(drafter.budgets) > 0, "it never pauses"
 
 
 @pytest.mark.parametrize("claim", [-0.001, -2.0])
