@@ -34,8 +34,6 @@ class Attachment:
         owes: whether it was asked for a draft and has not answered.
         tops: the target's best tokens at positions from told_len on, if it asked for them.
         overhead_s: time its drafting took of the scheduler's thread since the last pass.
-        has_drafted: whether a draft of it has come, if only to be refused. What it took before, to study the prompt, is
-            not held against it: that is spent, whatever its drafts are worth.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Attachment:
         self.owes = False
         self.tops: list[RowLogprobs] = []
         self.overhead_s = 0.0
-        self.has_drafted = False
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
         self.guard = SpeedGuard(unconditional=unconditional)

@@ -39,6 +39,7 @@ class DraftDesk:
         self._unconditional = unconditional
         self._hidden_size = engine.target.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
+        self._studying: set[DrafterEnd] = set()  # links whose next wake brings them a prompt
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
         """Take the items of one message in; what is left of it once the link has ended is dropped."""
@@ -84,7 +85,7 @@ class DraftDesk:
         if kind == "detach":
             self.detach(live, verifier_pb2.CLOSED_REASON_DETACHED)
             return
-        attachment.last_seq, attachment.has_drafted = item.seq, True
+        attachment.last_seq = item.seq
         draft = check_draft(item.seq, item.topology, self._limits)
         answers = attachment.drafts.put(draft, live.session.tokens)
         stale = any(answer.seq == item.seq for answer in answers)
@@ -126,6 +127,7 @@ class DraftDesk:
         self._add_features(live, attachment, attached.features)
         self._mark_told(live, attachment)
         attachment.end.put(VerdictItem(session_id=live.session_id, seq=seq, attached=attached))
+        self._studying.add(attachment.end)
 
     def detach(self, live: LiveSession, reason: verifier_pb2.ClosedReason, *, tell_drafter: bool = True) -> None:
         """Let a session's drafter go, if it has one."""
@@ -146,13 +148,22 @@ class DraftDesk:
                 self.detach(live, verifier_pb2.CLOSED_REASON_LOST)
         end.session_ids.clear()
         self._calibrators.pop(end, None)
+        self._studying.discard(end)
 
-    def charge(self, end: DrafterEnd, seconds: float) -> None:
-        """Book what a link took of the scheduler's thread: its wake (drafting, in one process), what it sent."""
+    def charge(self, end: DrafterEnd, seconds: float, *, woken: bool = False) -> None:
+        """Book what a link took of the scheduler's thread: its wake (drafting, in one process), what it sent.
+
+        But not what it takes to be told a prompt and to study it: that is spent, whatever drafts are worth, and no
+        matter of the link's other sessions.
+        """
+        if end in self._studying:
+            if woken:
+                self._studying.discard(end)
+            return
         share = seconds / max(1, len(end.session_ids))
         for session_id in end.session_ids:
             live = self._roster.get(session_id)
-            if live is not None and live.attachment is not None and live.attachment.has_drafted:
+            if live is not None and live.attachment is not None:
                 live.attachment.overhead_s += share
 
     def feature_slabs(self, request: verifier_pb2.ReadFeaturesRequest) -> list[verifier_pb2.Features]:

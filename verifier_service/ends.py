@@ -33,7 +33,7 @@ class LinkEnds:
                 drafter.end(None)
             started = self._clock()
             if drafter.flush():
-                self._drafts.charge(drafter, self._clock() - started)
+                self._drafts.charge(drafter, self._clock() - started, woken=True)
         self.drafters = [end for end in self.drafters if not (end.finishing and end.ended)]
 
     def take_drafts(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
