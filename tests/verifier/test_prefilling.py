@@ -1,20 +1,24 @@
 """Pieces of prompts: where they begin and end, which go together, and what a release between begin and end leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import pytest
 from generations import GREEDY, engine_of
 from torch import Tensor
+from verifier_harness import Coordinator, HandClock, new_session_id
 
 from specla.kernels.topology import Topology
+from specla.v1 import verifier_pb2
 from specla.verifier_service.acceptance import Stopping
 from specla.verifier_service.backend import Chunk
+from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.cpu_backend import CpuBackend, FinishedChunks
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.features import FeatureWindow
-from specla.verifier_service.passes import PassItem
+from specla.verifier_service.passes import PassItem, PassResult, RunningPass
+from specla.verifier_service.scheduler import Scheduler
 from specla.verifier_service.session import Session
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.gated_deltanet import TargetWeights
@@ -168,3 +172,52 @@ def test_a_pass_begins_behind_what_is_under_way(ahead: tuple[Engine, RunsByItsel
     assert backend.waited == [1], "once is enough"
     engine.release(short)
     engine.release(long)
+
+
+class TakesLong(Noted):
+    """A second, by a clock turned by hand."""
+
+    def wait(self) -> list[list[Tensor]]:
+        CLOCK.now += 1.0
+        return super().wait()
+
+
+class Watched(RunsByItself):
+    """Chunks take long, and somebody is called when one is begun."""
+
+    begun: Callable[[], None] | None = None
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> Noted:  # type: ignore[override]
+        if self.begun is not None:
+            self.begun()
+        return TakesLong(*super().run_chunks(chunks))
+
+
+CLOCK = HandClock()
+
+
+class Clocked(Engine):
+    """Its passes take 10 ms."""
+
+    def end_pass(self, running: RunningPass) -> list[PassResult]:
+        CLOCK.now += 0.01
+        return super().end_pass(running)
+
+
+def test_what_is_under_way_is_none_of_a_passs_time(made: tuple[Engine, TakesCompany]) -> None:
+    """A prompt is given up while a chunk of it runs, and a session comes that has its first pass at once."""
+    plain, _ = made
+    backend = Watched(cast(TargetWeights, plain.target.weights))
+    engine = Clocked(plain.config, backend, plain.target)
+    with Scheduler(engine, engine.config, CLOCK).start(PassTimes({1: 0.01})) as verifier:
+        coordinator, long, short = Coordinator(verifier), new_session_id(), new_session_id()
+
+        def give_up() -> None:
+            coordinator.command(long, cancel=verifier_pb2.Cancel())
+            coordinator.start([5], max_tokens=1, session_id=short)
+
+        backend.begun = give_up
+        coordinator.start([5] * (2 * CHUNK + 1), session_id=long)
+        coordinator.finish(short)
+        assert backend.waited == [1]
+        assert verifier._passes.times.predict(1) == pytest.approx(0.01)
