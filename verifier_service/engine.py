@@ -179,6 +179,12 @@ class Engine:
             self._under_way = running.chunks
         return prefilling.end(running, wait=waits)
 
+    def settle(self) -> None:
+        """Wait for chunks under way: what they take is none of the next pass's time. `begin_pass` does it, too."""
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+
     def run_pass(self, items: Sequence[PassItem]) -> list[PassResult]:
         """Run roots and candidates of all items in one pass: draft tokens in, committed tokens out.
 
@@ -193,9 +199,7 @@ class Engine:
     @without_gradients
     def begin_pass(self, items: Sequence[PassItem]) -> RunningPass:
         """Start a pass; `end_pass` is next, but for `open` and `release`. No session moves on before."""
-        if self._under_way is not None:  # its time is none of the pass's
-            self._under_way.wait()
-            self._under_way = None
+        self.settle()
         started = time.perf_counter()
         self._inputs = inputs = inputs_of(items, self.config.max_rows, self._inputs)
         _, lineup, row_tokens, lengths = inputs

@@ -178,8 +178,10 @@ class PassRunner:
         return [Part(live, draft, nodes) for live, draft, nodes in zip(chosen, drafts, kept, strict=True)]
 
     def _run(self, parts: Sequence[Part], planned_s: float, meanwhile: Callable[[], None] | None) -> None:
-        started, not_of_pass = self._clock(), None
+        not_of_pass = None
         try:
+            self._engine.settle()
+            started = self._clock()
             running = self._engine.begin_pass([part.item() for part in parts])
             if meanwhile is not None:
                 not_of_pass = fault_of(meanwhile)
