@@ -113,12 +113,12 @@ def verifier(engine: WatchedEngine) -> Iterator[Scheduler]:
         yield verifier
 
 
-def run(verifier: Scheduler, drafter: Drafter, **attach: int) -> float:
+def run(verifier: Scheduler, drafter: Drafter, top_k: int = 0) -> float:
     """Seconds that the whole text takes."""
     coordinator = Coordinator(verifier)
     session = coordinator.start(PROMPT, max_tokens=TOKENS, credit=0)
     coordinator.wait_for(session, "prefilled")
-    attached = verifier_pb2.Attach(attach_token=coordinator.attach_token(session), **attach)
+    attached = verifier_pb2.Attach(attach_token=coordinator.attach_token(session), top_k=top_k)
     drafter.link.send([DraftItem(session_id=session, seq=1, attach=attached)])
     for _ in range(3):  # it attaches, it drafts, and the draft is there before anybody waits for it
         verifier.list_sessions()
