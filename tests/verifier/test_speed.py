@@ -95,15 +95,20 @@ class FaultyDrafter(Drafter):
 
 
 class StudiousDrafter(Drafter):
-    """Studies the prompt of its second session, and drafts for the first one only."""
+    """Is told of a second session, too, takes a second over all that it hears of it, and has no candidates for it."""
 
     studied: bytes | None = None
 
     def hear(self, item: VerdictItem) -> None:
-        if item.session_id == self.studied:
-            self.verifier._clock.now += 1.0  # type: ignore[attr-defined]
-        else:
+        if item.session_id != self.studied:
             super().hear(item)
+            return
+        self.verifier._clock.now += 1.0  # type: ignore[attr-defined]
+        news = getattr(item, item.WhichOneof("item"))
+        if news.node_budget:
+            self.seq += 1
+            topology = verifier_pb2.Topology(base_len=news.committed_len, root_token=news.tokens[-1])
+            self.post(DraftItem(session_id=item.session_id, seq=self.seq, topology=topology))
 
 
 @pytest.fixture
@@ -193,6 +198,32 @@ def test_what_the_study_of_a_prompt_takes_is_not_held_against_other_sessions(
     coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=10**6))
     assert coordinator.finish(first) == text
     assert min(drafter.budgets) > 0, "it never pauses"
+
+
+def booked(verifier: Scheduler) -> dict[bytes, float]:
+    """What drafting has taken that is yet to be accounted for."""
+    return {live.session_id: live.attachment.overhead_s for live in verifier._roster if live.attachment is not None}
+
+
+def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
+    verifier: Scheduler, text: list[int]
+) -> None:
+    coordinator = Coordinator(verifier)
+    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
+    drafter = StudiousDrafter(verifier, text, right=0.0, claim=-0.01, takes_s=0.0003)
+    drafter.attach(first, coordinator.attach_token(first))
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 20))
+    coordinator.wait(lambda: len(coordinator.tokens(first)) == 20)
+    assert drafter.budgets[-1] == 0
+    before = booked(verifier)
+    drafter.studied = second
+    drafter.attach(second, coordinator.attach_token(second))
+    coordinator.command(second, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 1))
+    coordinator.wait(lambda: len(coordinator.tokens(second)) == 1)
+    verifier.list_sessions()
+    found = booked(verifier)
+    assert found[first] == before[first]
+    assert found[second] >= 1.0, "it heard of a pass"
 
 
 @pytest.mark.parametrize("claim", [-0.001, -2.0])
