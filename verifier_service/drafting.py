@@ -151,7 +151,8 @@ class DraftDesk:
         self._studying.discard(end)
 
     def charge(self, end: DrafterEnd, seconds: float, *, woken: bool = False) -> None:
-        """Book what a link took of the scheduler's thread: its wake (drafting, in one process), what it sent.
+        """Book what a link took of the scheduler's thread on the sessions that it is asked to draft for: its wake
+        (drafting, in one process), what it sent.
 
         But not what it takes to be told a prompt and to study it: that is spent, whatever drafts are worth, and no
         matter of the link's other sessions.
@@ -160,11 +161,11 @@ class DraftDesk:
             if woken:
                 self._studying.discard(end)
             return
-        share = seconds / max(1, len(end.session_ids))
-        for session_id in end.session_ids:
-            live = self._roster.get(session_id)
-            if live is not None and live.attachment is not None:
-                live.attachment.overhead_s += share
+        lives = (self._roster.get(session_id) for session_id in end.session_ids)
+        attachments = [live.attachment for live in lives if live is not None and live.attachment is not None]
+        asked = [attachment for attachment in attachments if not attachment.is_quiet] or attachments
+        for attachment in asked:
+            attachment.overhead_s += seconds / len(asked)
 
     def feature_slabs(self, request: verifier_pb2.ReadFeaturesRequest) -> list[verifier_pb2.Features]:
         """Features of the positions asked for, in messages of about a MiB; those no longer kept are left out.
