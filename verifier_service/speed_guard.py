@@ -15,8 +15,12 @@ BANKED_PASSES = 10.0  # plain ones; gains beyond do not pay for later losses
 BANKED_S = 0.1  # no more than that
 PROBE_EVERY = 64  # tokens
 PROBE_SHARE = 0.01  # of decode time, for tries that bring nothing
+FIRST_REST = 8  # times PROBE_EVERY: the longest rest after the first try that brought nothing
 PROBE_PASSES = 4
 PROBE_BUDGET = 8  # candidates
+
+
+_MOST_DOUBLINGS = 20
 
 
 class SpeedGuard:
@@ -39,6 +43,7 @@ class SpeedGuard:
         self._decode_s = 0.0
         self._plain_s = math.inf
         self._probe_at = 0
+        self._failed_probes = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
 
@@ -78,12 +83,13 @@ class SpeedGuard:
 
     def pause(self, committed_len: int, lost_s: float = 0.0) -> None:
         """Stop asking for drafts until PROBE_EVERY more tokens were committed, or so many that what the last try lost
-        is PROBE_SHARE of their time."""
+        is PROBE_SHARE of their time; up to a limit that doubles with every try, since one may have been disturbed."""
         if self._unconditional:
             return
         self.paused, self.probing = True, False
-        earned_back = lost_s / (PROBE_SHARE * self._plain_s)
-        self._probe_at = committed_len + max(PROBE_EVERY, math.ceil(earned_back))
+        earned_back = math.ceil(lost_s / (PROBE_SHARE * self._plain_s))
+        most = PROBE_EVERY * FIRST_REST << min(self._failed_probes, _MOST_DOUBLINGS)
+        self._probe_at = committed_len + max(PROBE_EVERY, min(earned_back, most))
 
     def is_due(self, committed_len: int) -> bool:
         """Whether a drafter that pauses is to be tried again."""
@@ -100,6 +106,8 @@ class SpeedGuard:
     def _end_probe(self, committed_len: int) -> None:
         self.probing = False
         if self._probe_balance_s > 0:
+            self._failed_probes = 0
             self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
             self.pause(committed_len, -self._probe_balance_s)
+            self._failed_probes += 1

@@ -70,6 +70,22 @@ def test_a_drafter_that_became_useful_is_taken_back_at_the_next_probe() -> None:
     assert not guard.probing
 
 
+def test_a_try_that_was_disturbed_is_not_the_last_for_long() -> None:
+    """A hiccup of a hundred passes in one probe: 10,000 tokens would have to pay for it."""
+    quick_s, guard, rests, length = 0.0002, SpeedGuard(), list[int](), 10
+    for _ in range(4):
+        while not guard.start_probe_if_due(length):
+            length += 1
+            cost_s = 0.0 if guard.paused else quick_s
+            guard.record(length, gained_s=0.0, cost_s=cost_s, decode_s=quick_s, plain_s=quick_s)
+        guard.record(length, gained_s=0.0, cost_s=100 * quick_s, decode_s=quick_s, plain_s=quick_s)
+        begun = length
+        while not guard.is_due(length):
+            length += 1
+        rests.append(length - begun)
+    assert rests == [512, 1024, 2048, 4096]
+
+
 def test_old_gains_do_not_pay_for_long_losses() -> None:
     guard = SpeedGuard()
     decode(guard, tokens=20000, cost_s=0.001, gained=3)
