@@ -3,7 +3,8 @@
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ from specla.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_
 
 pytestmark = pytest.mark.timeout(400)  # four processes start, each with its imports, on whatever machine this is
 
-SHORT, LONG = 200, 2000  # tokens; the long text lasts while one drafter takes over from the other
+SHORT, LONG = 200, 4000  # tokens; the long text lasts while one drafter takes over from the other
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed (.ci/run does)")
@@ -80,7 +81,7 @@ def request(drafters: list[str], seed: int = 7, tokens: int = SHORT) -> generati
     )
 
 
-def deltas(composed: Composed, asked: generation_pb2.GenerateRequest) -> Iterator[list[int]]:
+def deltas(composed: Composed, asked: generation_pb2.GenerateRequest) -> Generator[list[int], None, None]:
     """The token ids of each delta; asserts that the stream ends as it must."""
     with grpc.insecure_channel(composed.address("coordinator")) as channel:
         finished = 0
@@ -121,14 +122,14 @@ def test_generates_through_both_drafters(composed: Composed) -> None:
 
 def test_text_goes_on_while_one_drafter_takes_the_place_of_the_other(composed: Composed) -> None:
     undisturbed = ids_of(composed, request(["none"], tokens=LONG))
-    stream = deltas(composed, request(["lookup", "suffix"], tokens=LONG))
-    ids = next(stream)
-    assert wait_attached(composed, True)
-    composed.stop("drafter-lookup")
-    assert wait_attached(composed, True), "the second drafter did not take over"
-    assert len(ids) < LONG
-    for more in stream:
-        ids += more
+    with closing(deltas(composed, request(["lookup", "suffix"], tokens=LONG))) as stream:
+        ids = next(stream)
+        assert wait_attached(composed, True)
+        composed.stop("drafter-lookup")
+        assert wait_attached(composed, True), "the second drafter did not take over"
+        assert len(ids) < LONG
+        for more in stream:
+            ids += more
     assert ids == undisturbed
     assert composed.check_health("drafter-lookup").returncode != 0
     composed.start("drafter-lookup")
