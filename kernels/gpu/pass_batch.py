@@ -38,7 +38,7 @@ ALIGNED = 4
 _REMEMBERED = 16  # batches of trees, of a bucket
 _REMEMBERED_BUCKETS = 256
 
-_OF_SESSIONS = ("row_start", "pending_len", "write_state", "pending", "history", "pool_row", "slot")
+_OF_SESSIONS = ("row_start", "pending_len", "write_state", "pending", "history", "pool_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +212,12 @@ class PassBatch:
             ValueError: a pool has too few rows.
         """
         laid_out, depths = self._laid_out(topologies)
-        words, place = self._upload.words(), self._first
-        done: int = _put(
+        words = self._upload.words()
+        words[:] = laid_out
+        self._arrays["slot"][: len(slots)] = slots
+        done: int = put_pools(
             words,
-            laid_out,
-            place,
+            self._first,
             slots,
             depths,
             pools.words,
@@ -386,27 +387,6 @@ def put_pools(
         for i in range(count):
             words[pool_row + at + i] = own[1 + rows + kept + i]
     return 1
-
-
-@compiled
-def _put(
-    words: Any,
-    laid_out: Any,
-    first: Any,
-    slots: Any,
-    depths: Any,
-    table: Any,
-    rows: int,
-    kept: int,
-    places: int,
-    most_pending: int,
-) -> int:
-    """See `PassBatch.put`; `first` is where the arrays of _OF_SESSIONS begin, `places` a session's pending places."""
-    words[:] = laid_out
-    for b in range(len(slots)):
-        words[first[6] + b] = slots[b]
-    done: int = put_pools(words, first, slots, depths, table, rows, kept, places, most_pending)
-    return done
 
 
 @compiled

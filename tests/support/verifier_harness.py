@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from specla.rpc.errors import SpeclaError
@@ -15,6 +16,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.passes import PassResult, RunningPass
+from specla.verifier_service.scheduler import Scheduler
 
 PATIENCE_S = 20.0
 
@@ -182,3 +184,11 @@ class CountedEngine(Engine):
         results = super().end_pass(running)
         self.clock.now += self.times.predict(sum(len(item.topology) for item in running.items))
         return results
+
+
+def plain_text(target: Path, prompt: Sequence[int], tokens: int) -> list[int]:
+    """What plain decoding makes of a prompt."""
+    config = VerifierConfig(target=target, threads=1, max_sessions=1)
+    with Scheduler(Engine(config), config).start(PassTimes({1: 0.01})) as verifier:
+        coordinator = Coordinator(verifier)
+        return coordinator.finish(coordinator.start(prompt, max_tokens=tokens))

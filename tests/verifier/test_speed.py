@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from verifier_harness import Coordinator, CountedEngine, HandClock
+from verifier_harness import Coordinator, CountedEngine, HandClock, plain_text
 
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
-from specla.verifier_service.engine import Engine
 from specla.verifier_service.scheduler import Scheduler
 from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
 
@@ -125,10 +124,7 @@ def quick(tiny_target: Path) -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def text(tiny_target: Path) -> list[int]:
-    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=1)
-    with Scheduler(Engine(config), config).start(PassTimes(TABLE)) as verifier:
-        coordinator = Coordinator(verifier)
-        return coordinator.finish(coordinator.start(PROMPT, max_tokens=TOKENS))
+    return plain_text(tiny_target, PROMPT, TOKENS)
 
 
 RunWith = Callable[..., tuple[float, Drafter]]
