@@ -150,7 +150,7 @@ def _factor(
     return tl.load(p_g + row * HV, mask=used, other=0.0), k, u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sessions", "slots"])
 def flush_kernel(
     p_state,
     p_pool_k,

@@ -203,13 +203,14 @@ class PassBatch:
             topologies: one a session.
             slots: int32 [sessions].
             pools: of all slots.
-            most_pending: accepted rows of a session that may wait.
+            most_pending: accepted rows of a session that may wait and leave its pool enough for any pass.
 
         Returns:
-            Whether it was done: not where more than `most_pending` rows of a session are pending already.
+            Whether it was done: not where a session has more pending than the bucket has places, or so much that its
+            pool has too few rows for this pass.
 
         Raises:
-            ValueError: a pool has too few rows.
+            ValueError: a pool has too few rows with only `most_pending` rows pending.
         """
         laid_out, depths = self._laid_out(topologies)
         words = self._upload.words()
@@ -362,16 +363,18 @@ def put_pools(
         table: `PoolTable.words`, with pools of `rows` rows, `kept` of which are read for a window.
         rows, kept: see there.
         places: a session's pending places.
-        most_pending: accepted rows of a session that may wait.
+        most_pending: accepted rows of a session that may wait and leave its pool enough for any pass.
 
     Returns:
-        1; 0 where more than `most_pending` rows of a session are pending, and nothing was done; -1 where a pool has too
-        few rows.
+        1; 0 where a session has more pending than there are places, or more than `most_pending` and too few rows free,
+        and nothing was done; -1 where a pool has too few rows as it is.
     """
     row_start, pending_len, write_state = first[0], first[1], first[2]
     pending, history, pool_row = first[3], first[4], first[5]
     for b in range(len(slots)):
-        if table[slots[b], 0] > most_pending:
+        own, waiting = table[slots[b]], table[slots[b], 0]
+        count = words[row_start + b + 1] - words[row_start + b]
+        if waiting > places or (waiting > most_pending and take_rows(own, rows, kept, count) < count):
             return 0
     for b in range(len(slots)):
         own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]

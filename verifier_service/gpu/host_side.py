@@ -61,8 +61,8 @@ class HostSide:
             lengths: [B], of the sessions' texts, their roots included.
 
         Returns:
-            Which logits change before; None where nothing was done, as more than MOST_PENDING rows of a session are
-            pending: its state must be written before.
+            Which logits change before; None where nothing was done, as so many rows of a session are pending that its
+            state must be written before.
 
         Raises:
             ValueError: a session of another vocabulary.

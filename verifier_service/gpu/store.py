@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from specla.kernels.gpu.factor_pool import FactorPool, PoolRows, PoolTable
 from specla.verifier_service.state import Slots
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
-_ALIGNED = 4  # rows of a pool, so that every layer's begin at a multiple of 16 bytes
+_ALIGNED = 4  # rows of a pool, so that every layer's begin at a multiple of 16 bytes; places of a flush likewise
 
 
 def pool_rows(max_rows: int, most_pending: int, taps: int) -> int:
@@ -98,17 +101,26 @@ class GpuStore:
         """Give a slot back."""
         self._slots.give_back(slot)
 
-    def write_states(self, slots: list[int]) -> None:
+    def write_states(self, slots: Sequence[int]) -> None:
         """Apply what is pending to the stored states, all layers at once: where more is pending than may be."""
-        due = [slot for slot in slots if self.rows[slot].pending]
-        if not due:
-            return
-        width = max(len(self.rows[slot].pending) for slot in due)
-        padded = [[*self.rows[s].pending, *[0] * (width - len(self.rows[s].pending))] for s in due]
-        lengths = [len(self.rows[slot].pending) for slot in due]
-        slot, pending, counts = (
-            torch.tensor(x, dtype=torch.int32, device=self.states.device) for x in (due, padded, lengths)
-        )
-        flush(self.states, self.pools, slot, pending, counts)
-        for index in due:
-            self.rows[index].flushed()
+        due = [slot for slot in slots if self.in_use.words[slot, 0]]
+        if due:
+            self._flush(due)
+            self.in_use.words[due, 0] = 0
+
+    def prepare(self) -> None:
+        """Compile what `write_states` runs, before a session waits for it."""
+        self._flush([])
+
+    def _flush(self, slots: Sequence[int]) -> None:
+        """One copy and one launch. Whatever there is to do, the kernel is the same: it is compiled for the rows of a pool
+        and for addresses that are multiples of 16."""
+        places = max(-(-len(slots) // _ALIGNED) * _ALIGNED, _ALIGNED)
+        told = np.zeros((2 + self.in_use.rows) * places, np.int32)
+        slot, count, pending = np.split(told, [places, 2 * places])
+        words = self.in_use.words[list(slots)]
+        slot[: len(slots)], slot[len(slots) :] = slots, -1
+        count[: len(slots)] = words[:, 0]
+        pending.reshape(places, -1)[: len(slots)] = words[:, 1 : 1 + self.in_use.rows]
+        parts = torch.from_numpy(told).to(self.states.device).split([len(slot), len(count), len(pending)])
+        flush(self.states, self.pools, parts[0], parts[2].view(places, -1), parts[1])

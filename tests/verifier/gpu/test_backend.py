@@ -4,12 +4,15 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+import triton
 from structlog.testing import capture_logs
 from tree_cases import chain, random_tree
 
@@ -27,6 +30,7 @@ from specla.verifier_service.features import FeatureWindow
 from specla.verifier_service.gpu import backend as gpu_backend
 from specla.verifier_service.gpu import buffers, forward, pass_run, store
 from specla.verifier_service.gpu.backend import GpuBackend
+from specla.verifier_service.gpu.buckets import PENDING
 from specla.verifier_service.gpu.weights import GpuWeights
 from specla.verifier_service.lineup import Lineup
 from specla.verifier_service.passes import PassItem
@@ -208,6 +212,43 @@ def test_what_was_made_ready_serves_trees_of_other_shapes(tiny_target: Path) -> 
     assert backend._run_for((Topology.from_wire([-1, -1, -1]),), True, ()) is best, "what is made for it goes first"
     kept = backend._run_for((chain(3),), True, (0,))
     assert kept not in made.values(), "nothing that was made keeps this stream"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_nothing_is_compiled_or_captured_once_passes_are_ready(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, numerics: Literal["exact", "fast"]
+) -> None:
+    """Whatever the prompt's length, the draft's, and how much of it is accepted: a compiler takes half a second."""
+    rng, compiled, accepted = random.Random(7), list[str](), set[int]()
+    config = VerifierConfig(target=tiny_target, device="cuda", numerics=numerics, max_sessions=2, max_rows=33)
+    with closing(Engine(config)) as engine:
+        engine.prepare()
+        backend = engine.backend
+        assert isinstance(backend, GpuBackend)
+        runs = len(backend._runs)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **found: compiled.append(found["repr"]))
+        for prompt in (3, 40, 200, 500):
+            ids = [rng.randrange(256) for _ in range(prompt)]
+            sampling = SamplingParams(temperature=0.0, repetition_penalty=1.1) if prompt == 40 else GREEDY
+            text = list[int]()
+            for drafts in (False, True):
+                session = engine.open(b"", ids, [], sampling, Stopping(max_tokens=160))
+                while not engine.prefill(session, 64):
+                    pass
+                while session.finish is None:
+                    draft = text[session.completion_len :][: rng.choice((1, 2, 7, 12, 16, 17, 30, 32)) * drafts]
+                    if len(draft) > 2 and rng.random() < 0.3:
+                        draft[rng.randrange(len(draft))] ^= 1
+                    (result,) = engine.run_pass([PassItem(session, chain(len(draft) + 1), draft)])
+                    accepted.add(len(result.tokens))
+                if drafts and numerics == "exact":
+                    assert session.tokens[prompt:] == text
+                text = session.tokens[prompt:]
+                engine.release(session)
+        assert max(accepted) > PENDING, "there were passes behind which states must be written"
+        assert not compiled
+        assert len(backend._runs) == runs
 
 
 @torch.inference_mode()

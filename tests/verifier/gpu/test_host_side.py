@@ -17,7 +17,7 @@ from specla.kernels.sampling import SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.tree import pack
 from specla.verifier_service.gpu.backend import GpuBackend
-from specla.verifier_service.gpu.buckets import MOST_PENDING
+from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING
 from specla.verifier_service.gpu.host_side import HostSide, _refill, _take_walks
 from specla.verifier_service.gpu.pass_run import PassRun
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -113,14 +113,26 @@ def test_only_the_same_sessions_with_the_same_trees_are_refilled(
 
 @torch.inference_mode()
 def test_too_much_pending_is_said_before_anything_is_done(tiny_target_of: Callable[..., Path]) -> None:
-    backend, tree = backend_of(tiny_target_of(layers=1, hidden=32, heads=1)), chain(12)
-    lineup, pools, host = Lineup([0], pack([tree]), STATES[:1]), backend.store.in_use, backend.pass_of([tree]).host
-    assert host.put(lineup, range(12), [5]) is NO_CHANGES
-    pools.accept(host.slots, [range(MOST_PENDING + 1)])
-    before = pools.words.copy()
-    for _ in range(2):
-        assert host.put(lineup, range(12), [5]) is None
-        np.testing.assert_array_equal(pools.words, before)
+    """More than there are places for; or so much that the pool has too few rows for a pass as large as there may be."""
+    backend = backend_of(tiny_target_of(layers=1, hidden=32, heads=1))
+    pools = backend.store.in_use
+    for pending, rows, fits in (
+        (MOST_PENDING, 16, True),
+        (MOST_PENDING + 1, 16, False),
+        (MOST_PENDING + 1, 12, True),
+        (PENDING, 8, True),
+        (PENDING, 9, False),
+        (PENDING + 1, 2, False),
+    ):
+        tree = chain(rows)
+        lineup, host = Lineup([0], pack([tree]), STATES[:1]), backend.pass_of([tree]).host
+        pools.slots[0].clear()
+        assert host.put(lineup, range(rows), [5]) is NO_CHANGES
+        pools.slots[0].accept(range(pending), state_written=False)
+        before = pools.words.copy()
+        for _ in range(2):
+            assert (host.put(lineup, range(rows), [5]) is NO_CHANGES) == fits
+            np.testing.assert_array_equal(pools.words[:, : 1 + pools.rows], before[:, : 1 + pools.rows])
 
 
 @torch.inference_mode()
