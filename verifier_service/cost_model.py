@@ -20,9 +20,9 @@ _KNOWN = 8  # passes that make a number of rows well known
 _FORGET = 0.002  # how far figures of other numbers of rows go back towards the measurement meanwhile
 _SHORTEST_S = 1e-6  # a clock may stand still between two readings
 _MAX_JUMP = 4.0  # a pass that took longer than so many times the forecast was disturbed
-_MAX_SESSIONS = 8  # passes of more sessions share one correction
-_FIRST_BUDGET = 16
-_LEAST_BUDGET = 4
+_MAX_SESSIONS = 8  # passes of more sessions share one correction, and what lies between them
+_FIRST_BUDGET = 15  # with the root 16 rows: devices multiply by so many at once
+_LEAST_BUDGET = 3
 LEAST_CHANCE = 0.005  # candidates that are less likely are hardly ever sent
 _MEAN_SHARE = 0.125
 
@@ -33,6 +33,9 @@ class PassTimes:
     What passes of one row take against the measurement is the machine's load, which all forecasts share; what other
     numbers of rows take beyond that is corrected for each of them. Only well-known ones tell of the load: else a
     wrong measurement of theirs would pass for load, and what drafts really cost would not be seen.
+
+    Between two passes lies what the host does for each, drafting apart: little beside 10 ms, much beside 0.1. A pass
+    that need not run saves both, an *iteration*.
 
     Args:
         table: rows to seconds, at least one entry; between them the forecast is linear, beyond them it goes on at
@@ -48,12 +51,27 @@ class PassTimes:
         self._corrections: dict[tuple[int, int], float] = {}  # natural logarithms
         self._seen: Counter[tuple[int, int]] = Counter()
         self._base: list[float] = [0.0]
+        self._between: dict[int, deque[float]] = {}
 
     def predict(self, rows: int, sessions: int = 1) -> float:
         """Seconds that a pass of so many rows of so many sessions takes now."""
         while len(self._base) <= rows:
             self._base.append(self._measured(len(self._base)))
         return self._base[rows] * exp(self._corrections.get(self._key(rows, sessions), 0.0)) * self._load
+
+    def iteration(self, rows: int, sessions: int = 1) -> float:
+        """Seconds from the beginning of such a pass to where the next one could begin, if nobody drafts."""
+        return self.predict(rows, sessions) + self.between(sessions)
+
+    def between(self, sessions: int) -> float:
+        """Seconds between two passes of so many sessions; 0 as long as none followed each other."""
+        recent = self._between.get(min(sessions, _MAX_SESSIONS))
+        return median(recent) if recent else 0.0
+
+    def observe_between(self, sessions: int, seconds: float) -> None:
+        """Learn from what lay between two passes of the same number of sessions, drafting apart."""
+        recent = self._between.setdefault(min(sessions, _MAX_SESSIONS), deque(maxlen=_RECENT))
+        recent.append(max(seconds, 0.0))
 
     def observe(self, rows: int, sessions: int, seconds: float) -> float:
         """Learn from a pass; returns its duration as it counts, a disturbed one's being cut."""
@@ -128,10 +146,10 @@ def choose(prospects: Sequence[Prospect], times: PassTimes, max_rows: int) -> li
     ranked.sort()
     del ranked[max(0, max_rows - sessions) :]
     tokens = float(sessions)
-    best_rate, best_count = tokens / times.predict(sessions, sessions), 0
+    best_rate, best_count = tokens / times.iteration(sessions, sessions), 0
     for count, (negative, _, _) in enumerate(ranked, start=1):
         tokens -= negative
-        rate = tokens / times.predict(sessions + count, sessions)
+        rate = tokens / times.iteration(sessions + count, sessions)
         if rate > best_rate:
             best_rate, best_count = rate, count
     kept: list[list[int]] = [[] for _ in prospects]
@@ -192,6 +210,6 @@ class NodeBudget:
         self.mean_kept += _MEAN_SHARE * (kept - self.mean_kept)
         worth = kept if worth is None else worth
         if worth >= self.nodes:
-            self.nodes = min(2 * self.nodes, self._most)
+            self.nodes = min(2 * self.nodes + 1, self._most)
         elif drafted > 0 and worth < self.nodes // 4:
             self.nodes = max(min(_LEAST_BUDGET, self._most), self.nodes - 1)

@@ -29,6 +29,9 @@ class DraftDesk:
         limits: what is accepted.
         max_wait_s: longest wait for one draft.
         unconditional: ask and wait for drafts whatever they gain.
+
+    Attributes:
+        spent_s: what drafting has taken of the scheduler's thread, ever.
     """
 
     def __init__(self, engine: Engine, roster: Roster, limits: Limits, max_wait_s: float, *, unconditional: bool):
@@ -39,6 +42,7 @@ class DraftDesk:
         self._unconditional = unconditional
         self._hidden_size = engine.target.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
+        self.spent_s = 0.0
         self._studying: set[DrafterEnd] = set()  # links whose next wake brings them a prompt
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
@@ -157,6 +161,7 @@ class DraftDesk:
         But not what it takes to be told a prompt and to study it: that is spent, whatever drafts are worth, and no
         matter of the link's other sessions.
         """
+        self.spent_s += seconds
         if end in self._studying:
             if woken:
                 self._studying.discard(end)

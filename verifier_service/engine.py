@@ -46,7 +46,7 @@ from specla.verifier_service.session import Session, check_opening, sampling_sta
 from specla.verifier_service.target import Target
 
 MOST_THREADS = 8  # PyTorch's own choice may be more cores than one token's products gain from
-MEASURED_ROWS = (1, 2, 3, 5, 9, 17, 33)
+MEASURED_ROWS = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 65)  # on both sides of the sizes that a GPU's passes come in
 
 
 class GreedyChoice(NamedTuple):

@@ -73,6 +73,15 @@ class Ended(NamedTuple):
     resting: Sequence[Attachment]
 
 
+class _Before(NamedTuple):
+    """The pass before, as far as what lies between it and the next one tells something: sessions, its end, and what
+    drafting had taken until then."""
+
+    sessions: int
+    ended: float
+    spent_s: float
+
+
 class PassRunner:
     """Chooses and runs passes on the scheduler's thread.
 
@@ -104,13 +113,15 @@ class PassRunner:
         self._clock = clock
         self._news: list[LiveSession] = []
         self._unlearnt: list[Ended] = []
+        self._before: _Before | None = None
 
-    def run(self, meanwhile: Callable[[], None]) -> float | None:
+    def run(self, meanwhile: Callable[[], None], *, follows: bool = True) -> float | None:
         """Run a pass, if one is due.
 
         Args:
             meanwhile: called while the pass runs, or before it is chosen where passes do not run by themselves. It may
                 open and end sessions and tell news.
+            follows: whether the device has done nothing since the pass before.
 
         Returns:
             None after a pass; otherwise when one may be due without further mail, infinity for never.
@@ -118,6 +129,7 @@ class PassRunner:
         Raises:
             Exception: of `meanwhile`, once the pass has ended and its sessions have moved on.
         """
+        before, self._before = self._before if follows else None, None
         if not self._engine.overlaps:
             meanwhile()
         ready = [live for live in self._roster if live.may_run]
@@ -126,7 +138,10 @@ class PassRunner:
             return due
         planning = self._clock()
         parts = self._plan(chosen)
-        self._run(parts, self._clock() - planning, meanwhile if self._engine.overlaps else None)
+        planned = self._clock()
+        if before is not None and before.sessions == len(parts):
+            self.times.observe_between(before.sessions, planning - before.ended - self._drafts.spent_s + before.spent_s)
+        self._run(parts, planned - planning, meanwhile if self._engine.overlaps else None)
         return None
 
     def tell_news(self) -> None:
@@ -152,9 +167,9 @@ class PassRunner:
                 owed.append((live, attachment))
         if not owed:
             return going, now if going else math.inf
-        plain_s, waiting = self.times.predict(len(ready), len(ready)), []
+        plain_s, waiting = self.times.iteration(len(ready), len(ready)), []
         for live, attachment in owed:
-            drafted_s = self.times.predict(len(ready) + round(attachment.budget.mean_kept), len(ready))
+            drafted_s = self.times.iteration(len(ready) + round(attachment.budget.mean_kept), len(ready))
             until = attachment.wait.until(now, plain_s, drafted_s)
             if until > now:
                 waiting.append((until, live))
@@ -163,7 +178,7 @@ class PassRunner:
         if not going:
             return [], min((until for until, _ in waiting), default=math.inf)
         # A session may sit this pass out only if it ends before the session's patience does.
-        back_at = now + self.times.predict(len(going), len(going))
+        back_at = now + self.times.iteration(len(going), len(going))
         return going + [live for until, live in waiting if until < back_at], now
 
     def _plan(self, chosen: Sequence[LiveSession]) -> list[Part]:
@@ -195,6 +210,7 @@ class PassRunner:
                 raise not_of_pass from fault
             return
         ended = self._clock()
+        self._before = _Before(len(parts), ended, self._drafts.spent_s)
         sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
         rows, seconds, counted_s = sessions + nodes, ended - started, None
         resting, busy = list[Attachment](), list[Attachment]()
@@ -220,8 +236,11 @@ class PassRunner:
                 self._roster.finish(live, result.finish)
         if counted_s is None or resting:
             self._unlearnt.append(Ended(rows, sessions, seconds, counted_s, resting))
-        for attachment in busy:  # nothing of this would be done without drafters
-            attachment.overhead_s += (planned_s + self._clock() - ended) / len(busy)
+        if busy:  # nothing of this would be done without drafters
+            spent_s = self._clock() - ended
+            self._drafts.spent_s += spent_s
+            for attachment in busy:
+                attachment.overhead_s += (planned_s + spent_s) / len(busy)
         if not_of_pass is not None:
             raise not_of_pass
 
@@ -230,9 +249,10 @@ class PassRunner:
         counted_s = ended.counted_s
         if counted_s is None:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
+        decode_s = counted_s + self.times.between(ended.sessions)
         for attachment in ended.resting:
-            attachment.wait.decode_s += counted_s
-            attachment.guard.rest(counted_s)
+            attachment.wait.decode_s += decode_s
+            attachment.guard.rest(decode_s)
 
     def _account(
         self,
@@ -245,7 +265,7 @@ class PassRunner:
         nodes: int,
     ) -> None:
         """Learn from the pass what this session's drafter is worth."""
-        plain_s = self.times.predict(sessions, sessions)
+        plain_s, decode_s = self.times.iteration(sessions, sessions), counted_s + self.times.between(sessions)
         committed_len = part.live.session.committed_len
         if part.draft is not None:
             worth = _worth_drafting(part.draft, part.kept, attachment, plain_s)
@@ -256,15 +276,15 @@ class PassRunner:
             came=part.draft is not None,
             verified=len(part.kept),
             tokens=len(result.tokens),
-            pass_s=counted_s,
+            pass_s=decode_s,
         )
         # All sessions of the pass waited for its longer duration; each drafter answers for its candidates' share.
-        longer_s = max(0.0, counted_s - plain_s) * sessions * len(part.kept) / nodes if nodes else 0.0
+        longer_s = max(0.0, decode_s - plain_s) * sessions * len(part.kept) / nodes if nodes else 0.0
         attachment.guard.record(
             committed_len,
             gained_s=len(result.accepted_nodes) * plain_s,
             cost_s=longer_s + waited_s + attachment.overhead_s,
-            decode_s=counted_s,
+            decode_s=decode_s,
             plain_s=plain_s,
         )
         attachment.overhead_s = 0.0

@@ -251,7 +251,7 @@ class Scheduler:
             work()
         self._ends.flush_drafters()
         worked = self._prefill()
-        wake_at = self._passes.run(self._meanwhile)
+        wake_at = self._passes.run(self._meanwhile, follows=not worked)
         self._ends.flush_drafters()
         if wake_at is None:
             return

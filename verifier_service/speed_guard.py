@@ -17,7 +17,7 @@ PROBE_EVERY = 64  # tokens
 PROBE_SHARE = 0.01  # of decode time, for tries that bring nothing
 FIRST_REST = 8  # times PROBE_EVERY: the longest rest after the first try that brought nothing
 PROBE_PASSES = 4
-PROBE_BUDGET = 8  # candidates
+PROBE_BUDGET = 7  # candidates
 
 
 _MOST_DOUBLINGS = 20

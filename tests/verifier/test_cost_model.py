@@ -132,28 +132,51 @@ def test_no_closed_set_yields_more_tokens_a_second(prospects: list[Prospect]) ->
 
 
 def test_the_budget_grows_while_it_is_used_and_shrinks_when_it_is_not() -> None:
+    """With the root it fills what devices multiply by at once."""
     budget = NodeBudget(64)
-    assert budget.nodes == 16
-    budget.observe(16, 16)
-    assert budget.nodes == 32
-    budget.observe(32, 32)
-    budget.observe(64, 64)
+    assert budget.nodes == 15
+    budget.observe(15, 15)
+    assert budget.nodes == 31
+    budget.observe(31, 31)
+    assert budget.nodes == 63
+    budget.observe(63, 63)
     assert budget.nodes == 64
     for _ in range(100):
         budget.observe(64, 0)
-    assert budget.nodes == 4
+    assert budget.nodes == 3
     assert NodeBudget(2).nodes == 2
 
 
 def test_the_budget_does_not_grow_for_candidates_that_cost_more_than_they_save() -> None:
     budget = NodeBudget(64)
     for _ in range(20):
-        budget.observe(16, 16, worth=5)
-    assert budget.nodes == 16
-    for _ in range(20):
-        budget.observe(16, 16, worth=3)
+        budget.observe(15, 15, worth=5)
     assert budget.nodes == 15
-    assert budget.mean_kept == pytest.approx(16, abs=0.1), "all the same they are verified"
+    for _ in range(20):
+        budget.observe(15, 15, worth=2)
+    assert budget.nodes == 11
+    assert budget.mean_kept == pytest.approx(15, abs=0.1), "all the same they are verified"
+
+
+def test_what_lies_between_passes_is_part_of_an_iteration() -> None:
+    times = PassTimes({1: 0.010, 9: 0.012})
+    assert times.iteration(1) == times.predict(1)
+    for seconds in (0.004, 0.004, 0.5, 0.004, -0.1):
+        times.observe_between(1, seconds)
+    assert times.between(1) == 0.004
+    assert times.iteration(9) == pytest.approx(0.016)
+    assert times.between(2) == 0.0, "two sessions have none yet"
+    times.observe_between(20, 0.001)
+    assert times.between(30) == 0.001
+    assert times.iteration(30, 30) == times.predict(30, 30) + 0.001
+
+
+def test_candidates_are_weighed_against_whole_iterations() -> None:
+    """A candidate that costs more than it brings in passes alone, and less with what lies between them."""
+    prospects, times = [Prospect([-1], [0.3], 9)], PassTimes({1: 0.010, 2: 0.014})
+    assert choose(prospects, times, 16) == [[]]
+    times.observe_between(1, 0.010)
+    assert choose(prospects, times, 16) == [[0]]
 
 
 def test_a_candidate_is_worth_its_drafting_if_its_path_comes_true_often_enough() -> None:

@@ -79,10 +79,21 @@ class Drafter:
         self.link.send([item])
 
 
-def counted(target: Path, table: dict[int, float]) -> Scheduler:
+HOST_S = 0.0002
+
+
+class BusyHost(Scheduler):
+    """Has something to do for every pass beside it."""
+
+    def _look_around(self) -> None:
+        self._clock.now += HOST_S  # type: ignore[attr-defined]
+        super()._look_around()
+
+
+def counted(target: Path, table: dict[int, float], kind: type[Scheduler] = Scheduler) -> Scheduler:
     clock = HandClock()
     config = VerifierConfig(target=target, threads=1, max_sessions=4)
-    return Scheduler(CountedEngine(config, clock, table), config, clock).start(PassTimes(table))
+    return kind(CountedEngine(config, clock, table), config, clock).start(PassTimes(table))
 
 
 class FaultyDrafter(Drafter):
@@ -220,6 +231,21 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     found = booked(verifier)
     assert found[first] == before[first]
     assert found[second] >= 1.0, "it heard of a pass"
+
+
+def test_what_the_host_does_for_each_pass_is_saved_with_it(
+    tiny_target: Path, quick: Scheduler, text: list[int], run_quickly: RunWith
+) -> None:
+    """Drafts that take more than the passes they save, but less than these passes and what lies between them."""
+    takes_s = 0.0006
+    alone_s, _ = run_quickly(right=0.8, claim=-0.4, takes_s=takes_s)
+    assert QUICK[1] * TOKENS / alone_s == pytest.approx(0.97, abs=0.02)
+    assert quick._passes.times.between(1) == 0.0
+    with counted(tiny_target, QUICK, BusyHost) as busy:
+        spent_s, _ = runs_of(busy, text)(right=0.8, claim=-0.4, takes_s=takes_s)
+        assert busy._passes.times.between(1) == pytest.approx(HOST_S)
+        assert busy._passes.times.iteration(1) == pytest.approx(HOST_S + QUICK[1])
+    assert (QUICK[1] + HOST_S) * TOKENS / spent_s > 1.1
 
 
 @pytest.mark.parametrize("claim", [-0.001, -2.0])

@@ -113,8 +113,8 @@ class GpuStore:
         self._flush([])
 
     def _flush(self, slots: Sequence[int]) -> None:
-        """One copy and one launch; of one kernel, whatever there is to do: it is compiled for the rows of a pool and for
-        addresses that are multiples of 16."""
+        """One copy and one launch, always of the same kernel: it is compiled for the rows of a pool and for addresses
+        that are multiples of 16."""
         places = max(-(-len(slots) // _ALIGNED) * _ALIGNED, _ALIGNED)
         told = np.zeros((2 + self.in_use.rows) * places, np.int32)
         slot, count, pending = np.split(told, [places, 2 * places])
