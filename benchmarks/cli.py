@@ -160,6 +160,7 @@ def drafters(
         made = Report(title="Drafters over plain decoding", device=_name_of(device))
         made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
         made.notes["numerics_id"] = local.model().numerics_id
+        work.warm_up(local, all_names)
         for degrees in degrees_asked:
             ratios = {}
             for domain, chosen in prompts_of.items():

@@ -1,5 +1,6 @@
 """Is it sooner? Each drafter against plain decoding, on code that repeats itself and on prose, interleaved."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,15 @@ from specla.client.results import GenerateResult
 
 REPEATING = "repetitive-code"
 PROSE = "prose"
+
+
+def warm_up(generator: Generator, drafters: Sequence[str]) -> None:
+    """A short text with each drafter. And what is there now is no longer looked through for garbage, as in a service:
+    that takes as long as several texts."""
+    for drafter in drafters:
+        generator.generate("warm up", drafter=drafter, max_tokens=8, temperature=0.0, seed=0)
+    gc.collect()
+    gc.freeze()
 
 
 def measure(

@@ -23,6 +23,10 @@ from specla.verifier_service.intake import Draft
 from specla.verifier_service.passes import PassItem, PassResult
 from specla.verifier_service.roster import LiveSession, Roster
 
+TELL_EVERY_S = 1e-3
+"""Coordinators hear of passes no more often, while passes run: to be told takes them longer than a short pass, in one
+process on cores that the next pass waits for."""
+
 _NO_DRAFT = Prospect((), (), 0)
 _ROOT = Topology.root_only()
 
@@ -112,6 +116,7 @@ class PassRunner:
         self._unconditional = config.drafting == "unconditional"
         self._clock = clock
         self._news: list[LiveSession] = []
+        self._told_at = -math.inf
         self._unlearnt: list[Ended] = []
         self._before: _Before | None = None
 
@@ -144,14 +149,17 @@ class PassRunner:
         self._run(parts, planned - planning, meanwhile if self._engine.overlaps else None)
         return None
 
-    def tell_news(self) -> None:
-        """Tell coordinators what the last pass brought; a session of which nothing can be told fails alone. And learn
-        from its duration, where no drafter waits for what the next pass makes of that."""
+    def tell_news(self, *, at_once: bool = True) -> None:
+        """Tell coordinators what passes brought, if that is due; a session of which nothing can be told fails alone.
+        And learn from the last pass's duration, where no drafter waits for what the next pass makes of that."""
         unlearnt, self._unlearnt = self._unlearnt, []
         for ended in unlearnt:
             self._learn(ended)
-        news, self._news = self._news, []
-        for live in news:
+        now = self._clock()
+        if not self._news or (not at_once and now < self._told_at + TELL_EVERY_S):
+            return
+        news, self._news, self._told_at = self._news, [], now
+        for live in dict.fromkeys(news):
             fault = fault_of(live.tell)
             if fault is not None and live.lives:
                 self._roster.fail(live, internal_error("news of a session", fault))

@@ -137,14 +137,15 @@ def too_many_items(items: Sequence[object]) -> InvalidRequestError | None:
     return InvalidRequestError("items", f"a message of {len(items)} items", hint=f"Send at most {MAX_ITEMS} at a time")
 
 
-def committed_event(session_id: bytes, result: PassResult, verified: int) -> SessionEvent:
-    """What a coordinator is told of a pass that verified so many candidates of its session."""
+def committed_event(session_id: bytes, passes: Sequence[tuple[PassResult, int]]) -> SessionEvent:
+    """What a coordinator is told of some passes of its session, and how many candidates each of them verified."""
+    results = [result for result, _ in passes]
     committed = verifier_pb2.Committed(
-        offset=result.base_len,
-        tokens=result.tokens,
-        drafted=result.drafted,
-        passes=[verifier_pb2.PassCount(tokens=len(result.tokens), drafted=verified)],
-        logprobs=[_logprobs_message(entry) for entry in result.logprobs or ()],
+        offset=results[0].base_len,
+        tokens=[token for result in results for token in result.tokens],
+        drafted=[drafted for result in results for drafted in result.drafted],
+        passes=[verifier_pb2.PassCount(tokens=len(result.tokens), drafted=verified) for result, verified in passes],
+        logprobs=[_logprobs_message(entry) for result in results for entry in result.logprobs or ()],
     )
     return SessionEvent(session_id=session_id, committed=committed)
 

@@ -82,8 +82,8 @@ class LiveSession:
     def tell(self) -> None:
         """Tell the owner what it has yet to hear."""
         untold, self.untold = self.untold, []
-        for result, verified in untold:
-            self.owner.put(committed_event(self.session_id, result, verified))
+        if untold:
+            self.owner.put(committed_event(self.session_id, untold))
 
 
 class Roster:

@@ -261,15 +261,15 @@ class Scheduler:
 
     def _meanwhile(self) -> None:
         """What need not wait for the pass that runs now, and what it need not wait for."""
-        self._look_around()
+        self._look_around(at_once=False)
         commands = self._mailbox.take_early()
         for work in commands:
             work()
         if commands:
             self._ends.flush_coordinators()
 
-    def _look_around(self) -> None:
-        self._passes.tell_news()
+    def _look_around(self, *, at_once: bool = True) -> None:
+        self._passes.tell_news(at_once=at_once)
         self._roster.expire()
         self._ends.flush_coordinators()
 

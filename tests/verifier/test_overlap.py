@@ -6,11 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from verifier_harness import PATIENCE_S, Coordinator, Drafter
+from verifier_harness import PATIENCE_S, Coordinator, Drafter, HandClock
 
 from specla.rpc.errors import InternalError, ServiceUnavailableError, SessionCancelledError
 from specla.v1 import common_pb2, verifier_pb2
-from specla.verifier_service import roster
+from specla.verifier_service import pass_runner, roster
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
@@ -72,8 +72,30 @@ def sampling(**wishes: object) -> common_pb2.Sampling:
     return common_pb2.Sampling(temperature=0.9, seed=5, **wishes)
 
 
-def test_tokens_are_told_while_the_next_pass_runs(engine: OverlappingEngine, verifier: Scheduler) -> None:
-    session = b"s" * 16
+PASS_S = 0.0004
+
+
+class CountedOverlappingEngine(OverlappingEngine):
+    """Its passes take PASS_S, by a clock turned by hand."""
+
+    clock: HandClock
+
+    def end_pass(self, running: RunningPass) -> list[PassResult]:
+        self.clock.now += PASS_S
+        return super().end_pass(running)
+
+
+@pytest.mark.parametrize(
+    ("every_s", "counts"), [(0.0, [1] * 12), (PASS_S, [1] * 12), (2.5 * PASS_S, [1, 3, 3, 3, 2]), (1.0, [1, 11])]
+)
+def test_tokens_are_told_while_the_next_pass_runs(
+    tiny_target: Path, device: str, monkeypatch: pytest.MonkeyPatch, every_s: float, counts: list[int]
+) -> None:
+    """One by one, none later than with the next pass; or of short passes several at a time, the last at once."""
+    monkeypatch.setattr(pass_runner, "TELL_EVERY_S", every_s - 1e-9)
+    config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3, device=device)
+    engine, clock, session = CountedOverlappingEngine(config), HandClock(), b"s" * 16
+    engine.clock = clock
     told, ended = list[tuple[int, bool]](), threading.Event()
 
     class Watching(Coordinator):
@@ -90,14 +112,15 @@ def test_tokens_are_told_while_the_next_pass_runs(engine: OverlappingEngine, ver
                     ended.set()
             super()._wake()
 
-    coordinator = Watching(verifier)
-    coordinator.start(PROMPT, max_tokens=12, session_id=session)
-    assert ended.wait(PATIENCE_S)
-    kinds = [event.WhichOneof("event") for event in coordinator.events(session)]
-    assert kinds[-1] == "finished"
-    assert set(kinds[2:-1]) == {"committed"}
-    assert [count for count, _ in told] == [1] * 12  # one by one: none waits longer than for the next pass
-    assert [running for _, running in told] == [True] * 11 + [False]  # there is no pass behind the last
+    with Scheduler(engine, config, clock).start(PassTimes(TIMES)) as verifier:
+        coordinator = Watching(verifier)
+        coordinator.start(PROMPT, max_tokens=12, session_id=session)
+        assert ended.wait(PATIENCE_S)
+        kinds = [event.WhichOneof("event") for event in coordinator.events(session)]
+        assert kinds[-1] == "finished"
+        assert set(kinds[2:-1]) == {"committed"}
+        assert [count for count, _ in told] == counts
+        assert [running for _, running in told] == [True] * (len(counts) - 1) + [False]  # no pass is behind the last
 
 
 def test_what_is_answered_while_a_pass_runs_does_not_wait_for_its_end(
@@ -345,10 +368,10 @@ def test_what_cannot_be_told_fails_its_session_alone(
     coordinator, first, second = Coordinator(verifier), b"l" * 16, b"m" * 16
     made = roster.committed_event
 
-    def broken(session_id: bytes, result: PassResult, verified: int) -> verifier_pb2.SessionEvent:
+    def broken(session_id: bytes, passes: Sequence[tuple[PassResult, int]]) -> verifier_pb2.SessionEvent:
         if session_id == first and engine.passes >= 4:
             raise RuntimeError("no event of that")
-        return made(session_id, result, verified)
+        return made(session_id, passes)
 
     monkeypatch.setattr(roster, "committed_event", broken)
     wanted = coordinator.finish(coordinator.start(PROMPT, max_tokens=3))
@@ -369,10 +392,10 @@ def test_a_session_that_ends_with_what_cannot_be_told_fails_alone(
     coordinator, other, first, second = Coordinator(verifier), Coordinator(verifier), b"n" * 16, b"o" * 16
     made = roster.committed_event
 
-    def broken(session_id: bytes, result: PassResult, verified: int) -> verifier_pb2.SessionEvent:
+    def broken(session_id: bytes, passes: Sequence[tuple[PassResult, int]]) -> verifier_pb2.SessionEvent:
         if session_id == first:
             raise RuntimeError("no event of that")
-        return made(session_id, result, verified)
+        return made(session_id, passes)
 
     def leave(passes: int) -> None:
         if passes == 1 and lost:

@@ -85,9 +85,9 @@ HOST_S = 0.0002
 class BusyHost(Scheduler):
     """Has something to do for every pass beside it."""
 
-    def _look_around(self) -> None:
+    def _look_around(self, *, at_once: bool = True) -> None:
         self._clock.now += HOST_S  # type: ignore[attr-defined]
-        super()._look_around()
+        super()._look_around(at_once=at_once)
 
 
 def counted(target: Path, table: dict[int, float], kind: type[Scheduler] = Scheduler) -> Scheduler:
