@@ -51,7 +51,8 @@ class PassTimes:
         self._corrections: dict[tuple[int, int], float] = {}  # natural logarithms
         self._seen: Counter[tuple[int, int]] = Counter()
         self._base: list[float] = [0.0]
-        self._between: dict[int, deque[float]] = {}
+        self._gaps: dict[int, deque[float]] = {}
+        self._between: dict[int, float] = {}
 
     def predict(self, rows: int, sessions: int = 1) -> float:
         """Seconds that a pass of so many rows of so many sessions takes now."""
@@ -65,13 +66,14 @@ class PassTimes:
 
     def between(self, sessions: int) -> float:
         """Seconds between two passes of so many sessions; 0 as long as none followed each other."""
-        recent = self._between.get(min(sessions, _MAX_SESSIONS))
-        return median(recent) if recent else 0.0
+        return self._between.get(min(sessions, _MAX_SESSIONS), 0.0)
 
     def observe_between(self, sessions: int, seconds: float) -> None:
         """Learn from what lay between two passes of the same number of sessions, drafting apart."""
-        recent = self._between.setdefault(min(sessions, _MAX_SESSIONS), deque(maxlen=_RECENT))
-        recent.append(max(seconds, 0.0))
+        key = min(sessions, _MAX_SESSIONS)
+        gaps = self._gaps.setdefault(key, deque(maxlen=_RECENT))
+        gaps.append(max(seconds, 0.0))
+        self._between[key] = median(gaps)
 
     def observe(self, rows: int, sessions: int, seconds: float) -> float:
         """Learn from a pass; returns its duration as it counts, a disturbed one's being cut."""
