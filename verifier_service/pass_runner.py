@@ -23,9 +23,9 @@ from specla.verifier_service.intake import Draft
 from specla.verifier_service.passes import PassItem, PassResult
 from specla.verifier_service.roster import LiveSession, Roster
 
-TELL_EVERY_S = 1e-3
-"""Coordinators hear of passes no more often, while passes run: to be told takes them longer than a short pass, in one
-process on cores that the next pass waits for."""
+TELL_EVERY_S = 4e-3
+"""Coordinators hear of passes no more often, while passes run. To be told takes an event loop 0.2 ms, and in one process
+the scheduler's thread waits for it: as long as a whole short pass."""
 
 _NO_DRAFT = Prospect((), (), 0)
 _ROOT = Topology.root_only()

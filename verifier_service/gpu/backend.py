@@ -154,8 +154,7 @@ class GpuBackend:
     @torch.inference_mode()
     def prepare(self, topologies: Sequence[Topology]) -> None:
         """Compile and capture what a pass of such trees needs, before one comes."""
-        if not self._runs:
-            self.store.prepare()
+        self.store.prepare()
         self._run_made_for(tuple(topologies), samples=True)
         if len(topologies) == 1 and len(topologies[0]) == len(topologies[0].levels):
             self._run_made_for(tuple(topologies), samples=False)  # known tokens run as one session's chain

@@ -67,6 +67,7 @@ class GpuStore:
         self.in_use = PoolTable(slots, factors, taps)
         self.meeting = MeetingPlace.of(torch.device(device))
         self._slots = Slots(slots)
+        self._is_ready = False
 
     @property
     def rows(self) -> list[PoolRows]:
@@ -109,8 +110,10 @@ class GpuStore:
             self.in_use.words[due, 0] = 0
 
     def prepare(self) -> None:
-        """Compile what `write_states` runs, before a session waits for it."""
-        self._flush([])
+        """Compile what `write_states` runs, before a session waits for it. Done once."""
+        if not self._is_ready:
+            self._flush([])
+            self._is_ready = True
 
     def _flush(self, slots: Sequence[int]) -> None:
         """One copy and one launch, always of the same kernel: it is compiled for the rows of a pool and for addresses
