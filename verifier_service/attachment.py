@@ -7,6 +7,7 @@ from specla.verifier_service.draft_box import DraftBox
 from specla.verifier_service.draft_wait import DraftWait
 from specla.verifier_service.intake import AttachRequest
 from specla.verifier_service.publish import DrafterEnd
+from specla.verifier_service.repetition import Repetition
 from specla.verifier_service.speed_guard import PROBE_BUDGET, SpeedGuard
 
 
@@ -63,6 +64,7 @@ class Attachment:
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
         self.guard = SpeedGuard(unconditional=unconditional)
+        self.repetition = Repetition()
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
 

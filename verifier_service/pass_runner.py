@@ -24,8 +24,8 @@ from specla.verifier_service.passes import PassItem, PassResult
 from specla.verifier_service.roster import LiveSession, Roster
 
 TELL_EVERY_S = 4e-3
-"""Coordinators hear of passes no more often, while passes run. To be told takes an event loop 0.2 ms, and in one process
-the scheduler's thread waits for it: as long as a whole short pass."""
+"""Coordinators hear of passes no more often, while passes run. To be told takes an event loop 0.2 ms, in one process at
+the expense of the scheduler's thread: as long as a whole short pass."""
 
 _NO_DRAFT = Prospect((), (), 0)
 _ROOT = Topology.root_only()
@@ -67,14 +67,14 @@ class Ended(NamedTuple):
         sessions: that took part.
         seconds: it took.
         counted_s: what of it counts; None if that is still to be learnt.
-        resting: drafters that rest, and go on resting.
+        resting: sessions whose drafters rest, and go on resting.
     """
 
     rows: int
     sessions: int
     seconds: float
     counted_s: float | None
-    resting: Sequence[Attachment]
+    resting: Sequence[tuple[LiveSession, Attachment]]
 
 
 class _Before(NamedTuple):
@@ -221,7 +221,7 @@ class PassRunner:
         self._before = _Before(len(parts), ended, self._drafts.spent_s)
         sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
         rows, seconds, counted_s = sessions + nodes, ended - started, None
-        resting, busy = list[Attachment](), list[Attachment]()
+        resting, busy = list[tuple[LiveSession, Attachment]](), list[Attachment]()
         for part, result in zip(parts, results, strict=True):
             live = part.live
             if not live.lives:
@@ -234,7 +234,7 @@ class PassRunner:
             self._news.append(live)
             attachment = live.attachment
             if attachment is not None and _rests_on(part, attachment, result):
-                resting.append(attachment)
+                resting.append((live, attachment))
             elif attachment is not None:
                 counted_s = self.times.observe(rows, sessions, seconds) if counted_s is None else counted_s
                 self._account(part, attachment, result, started, counted_s, sessions, nodes)
@@ -258,9 +258,11 @@ class PassRunner:
         if counted_s is None:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
         decode_s = counted_s + self.times.between(ended.sessions)
-        for attachment in ended.resting:
+        for live, attachment in ended.resting:
             attachment.wait.decode_s += decode_s
             attachment.guard.rest(decode_s)
+            if attachment.repetition.begins(live.session.tokens, attachment.guard.failed_probes):
+                attachment.guard.end_rest(live.session.committed_len)
 
     def _account(
         self,

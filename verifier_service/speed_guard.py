@@ -2,8 +2,8 @@
 
 While the account is in the red by more than its allowance, the drafter pauses (it is told a budget of no candidates,
 and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passes; later, if so much had to be decoded
-before what the last try has cost is its share of the time. What is allowed is measured in passes, up to a limit in
-seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
+before what the last try has cost is its share of the time; sooner, if the text begins to repeat itself. What is
+allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 """
 
 import math
@@ -13,9 +13,9 @@ ALLOWED_PASSES = 2.0  # plain ones, beside that, to get to know the drafter
 ALLOWED_S = 0.02  # no more than that
 BANKED_PASSES = 10.0  # plain ones; gains beyond do not pay for later losses
 BANKED_S = 0.1  # no more than that
-PROBE_EVERY = 64  # tokens
+PROBE_EVERY = 128  # tokens
 PROBE_SHARE = 0.01  # of decode time, for tries that bring nothing
-FIRST_REST = 8  # times PROBE_EVERY: the longest rest after the first try that brought nothing
+FIRST_REST = 4  # times PROBE_EVERY: the longest rest after the first try that brought nothing
 PROBE_PASSES = 4
 PROBE_BUDGET = 7  # candidates
 
@@ -33,6 +33,7 @@ class SpeedGuard:
         balance_s: gains less costs since the start, gains banked up to a limit.
         paused: whether the drafter should send nothing now.
         probing: whether it is being tried again.
+        failed_probes: tries in a row that brought nothing.
     """
 
     def __init__(self, *, unconditional: bool = False) -> None:
@@ -43,7 +44,7 @@ class SpeedGuard:
         self._decode_s = 0.0
         self._plain_s = math.inf
         self._probe_at = 0
-        self._failed_probes = 0
+        self.failed_probes = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
 
@@ -88,8 +89,12 @@ class SpeedGuard:
             return
         self.paused, self.probing = True, False
         earned_back = math.ceil(lost_s / (PROBE_SHARE * self._plain_s))
-        most = PROBE_EVERY * FIRST_REST << min(self._failed_probes, _MOST_DOUBLINGS)
+        most = PROBE_EVERY * FIRST_REST << min(self.failed_probes, _MOST_DOUBLINGS)
         self._probe_at = committed_len + max(PROBE_EVERY, min(earned_back, most))
+
+    def end_rest(self, committed_len: int) -> None:
+        """Something speaks for the drafter: it is tried again as soon as may be."""
+        self._probe_at = min(self._probe_at, committed_len)
 
     def is_due(self, committed_len: int) -> bool:
         """Whether a drafter that pauses is to be tried again."""
@@ -106,8 +111,8 @@ class SpeedGuard:
     def _end_probe(self, committed_len: int) -> None:
         self.probing = False
         if self._probe_balance_s > 0:
-            self._failed_probes = 0
+            self.failed_probes = 0
             self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
             self.pause(committed_len, -self._probe_balance_s)
-            self._failed_probes += 1
+            self.failed_probes += 1

@@ -16,6 +16,7 @@ from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
+from specla.verifier_service.repetition import STREAK, Repetition
 from specla.verifier_service.scheduler import Scheduler
 from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
 
@@ -231,6 +232,34 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     found = booked(verifier)
     assert found[first] == before[first]
     assert found[second] >= 1.0, "it heard of a pass"
+
+
+class Loops(Drafter):
+    """Wrong until the text repeats itself, then right: what drafts from earlier text alone."""
+
+    begin = 0
+
+    def send(self, session: bytes, budget: int) -> None:
+        self.right = 1.0 if len(self.known) - len(PROMPT) > self.begin else 0.0
+        super().send(session, budget)
+
+
+def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
+    run_with: RunWith, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, told = Repetition(), list[int]()
+    for length in range(1, TOKENS + 1):
+        if watch.begins([*PROMPT, *text[:length]], 0):
+            told.append(length)
+    assert told
+    assert told[0] < 100, "the text repeats itself before its drafter would be tried anyway"
+    monkeypatch.setattr(Loops, "begin", told[0] - STREAK)
+    sooner_s, drafter = run_with(right=0.0, claim=-0.1, kind=Loops)
+    assert drafter.probes == 1
+    monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: False)
+    later_s, _ = run_with(right=0.0, claim=-0.1, kind=Loops)
+    assert PLAIN_S / sooner_s > 1.5
+    assert later_s / sooner_s > 1.2
 
 
 def test_what_the_host_does_for_each_pass_is_saved_with_it(

@@ -1,0 +1,50 @@
+"""When a text counts as repeating itself."""
+
+import random
+
+from specla.verifier_service.repetition import CONTEXT, STREAK, Repetition
+
+
+def told_at(text: list[int], failures: int = 0, prompt: int = 1) -> list[int]:
+    """The lengths at which a text that grows token by token is said to have begun to repeat itself."""
+    watch = Repetition()
+    watch.begins(text[:prompt], failures)
+    return [length for length in range(prompt + 1, len(text) + 1) if watch.begins(text[:length], failures)]
+
+
+def test_a_text_without_repetition_is_never_said_to_repeat() -> None:
+    assert told_at(list(range(500))) == []
+    drawn = random.Random(3)
+    assert told_at([drawn.randrange(50) for _ in range(2000)]) == []
+
+
+def test_it_is_said_once_when_enough_tokens_were_expected() -> None:
+    assert told_at([*range(30)] * 3) == [30 + CONTEXT + STREAK]
+    assert told_at([7] * 100) == [1 + CONTEXT + STREAK]
+
+
+def test_a_repetition_that_broke_off_may_begin_again() -> None:
+    first, second = [*range(30)], [*range(100, 130)]
+    assert told_at([*first * 2, *second * 2]) == [30 + CONTEXT + STREAK, 90 + CONTEXT + STREAK]
+
+
+def test_failures_double_what_is_long_enough() -> None:
+    text = [*range(40)] * 3
+    assert told_at(text, failures=1) == [40 + CONTEXT + 2 * STREAK]
+    assert told_at(text, failures=5) == []
+    assert told_at([7] * 5000, failures=100) == [1 + CONTEXT + (STREAK << 8)]
+
+
+def test_several_tokens_may_come_at_once_and_the_prompt_counts() -> None:
+    text = [*range(30)] * 2
+    watch = Repetition()
+    assert not watch.begins(text[:32], 0)
+    assert watch.begins(text, 0)
+    assert not watch.begins(text, 0)
+
+
+def test_a_long_prompt_is_looked_at_from_near_its_end() -> None:
+    watch = Repetition()
+    assert not watch.begins([*range(100_000)], 0)
+    assert len(watch._after) < 1000
+    assert told_at([*range(5000), *range(4900, 4950)], prompt=5000) == [5000 + CONTEXT + STREAK]
