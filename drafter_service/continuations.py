@@ -1,35 +1,40 @@
 """From places where the context has stood before to a tree of what followed there, with honest probabilities."""
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from specla.drafter_service.calibration import Calibration, cell_of
-from specla.drafter_service.occurrences import Occurrence, advance
-from specla.drafter_service.tree import EMPTY, ROOT, DraftTree, TreeBuilder
+from specla.drafter_service.occurrences import Occurrence
+from specla.drafter_service.tree import ROOT, DraftTree
 
 Weigh = Callable[[int], float]  # of a place, by the length of its match
 LEAST = 0.005  # a candidate that is this unlikely is not worth its row on any device
 
 
-class Guess(NamedTuple):
-    """One continuation of a node, with the places that go on like it."""
+@dataclass(slots=True)
+class Way:
+    """How the text may go on: what followed some places, all of them the same."""
+
+    tokens: Sequence[int]
+    weight: float  # of the places together
+    length: int  # of the longest match among them
+
+
+@dataclass(slots=True)
+class Guess:
+    """One continuation of a node."""
 
     token: int
     cell: int
-    places: list[Occurrence]
+    ways: list[Way]  # those that go on like this
+    behind: "list[Guess] | None"  # what is guessed to follow; None until it is a candidate
 
 
-class _Offer(NamedTuple):
-    """A candidate that waits for its turn; parent and rank settle ties, so that guesses are never compared."""
-
-    cost: float  # minus the path's log-probability
-    parent: int
-    rank: int
-    depth: int
-    log_prob: float
-    guess: Guess
+# A guess that waits to become a candidate: minus its path's chance, its parent and its rank, which settle ties,
+# its depth and its chance behind its parent.
+_Offer = tuple[float, int, int, int, float, Guess]
 
 
 class Continuations:
@@ -46,87 +51,92 @@ class Continuations:
         self._calibration = calibration
         self._weigh = weigh
         self._branching = branching
-        self._tau = tau
-        self._tree: DraftTree = EMPTY
-        self._made: dict[int, list[Guess]] = {}
+        self._unlikely = math.exp(-tau)
+        self._guessed: list[Guess] | None = None  # behind the root; None: nobody asked
 
-    def guesses(self, places: Sequence[Occurrence], depth: int = 0) -> list[Guess]:
-        """How the places go on, the heaviest continuation first.
+    def guess(self, places: Sequence[Occurrence], reach: int) -> list[Guess]:
+        """What may follow the text if it goes on as the places did, `reach` tokens far.
 
-        Of equally heavy ones the one whose place comes first, that is the newest, leads. The share of a
-        guess is taken among the places that no guess before it has claimed.
+        Places that go on alike are taken for one. What a place weighs is settled here: its match grows along the
+        draft, but so do those of the others.
         """
-        if len(places) == 1:
-            text, position, length = places[0]
-            return [Guess(text[position], cell_of(depth, 0, length, 1.0), list(places))]
-        groups: dict[int, list[Occurrence]] = {}
-        weights: dict[int, float] = {}
+        ways: dict[tuple[int, ...], Way] = {}
         for place in places:
-            token = place.text[place.position]
-            if token in groups:
-                groups[token].append(place)
-                weights[token] += self._weigh(place.length)
+            tokens = place.continuation(reach)
+            way = ways.get(tokens)
+            if way is None:
+                ways[tokens] = Way(tokens, self._weigh(place.length), place.length)
             else:
-                groups[token] = [place]
-                weights[token] = self._weigh(place.length)
-        left = sum(weights.values())
-        ranked = sorted(groups, key=weights.__getitem__, reverse=True) if len(groups) > 1 else list(groups)
-        found = []
-        for rank, token in enumerate(ranked[: self._branching]):
-            longest = max(place.length for place in groups[token])
-            found.append(Guess(token, cell_of(depth, rank, longest, weights[token] / left), groups[token]))
-            left -= weights[token]
-        return found
+                way.weight += self._weigh(place.length)
+                way.length = max(way.length, place.length)
+        self._guessed = self._fork(list(ways.values()), 0)
+        return self._guessed
 
-    def grow(self, first: Sequence[Guess], budget: int) -> DraftTree:
+    def grow(self, places: Sequence[Occurrence], budget: int) -> DraftTree:
         """The `budget` likeliest candidates: best first, a node's continuations guessed when the node is taken.
 
         The chance of the i-th guess is what the guesses before it leave over, times how often a guess of its
         class is right once they are wrong; so the chances of siblings add up to less than 1.
         """
-        tree, waiting = TreeBuilder(), list[_Offer]()
-        self._made = {}
-        least = math.log(LEAST)
-        self._offer(waiting, ROOT, 0, 0.0, first, least)
-        if waiting:
-            least = max(least, -waiting[0].cost - self._tau)
-        while waiting and len(tree) < budget and -waiting[0].cost >= least:
-            best = heapq.heappop(waiting)
-            node = tree.add(best.parent, best.guess.token, best.log_prob)
-            made = self._made[node] = self.guesses(advance(best.guess.places), best.depth + 1)
-            self._offer(waiting, node, best.depth + 1, -best.cost, made, least)
-        self._tree = tree.build()
-        return self._tree
+        tokens, parents, log_probs = list[int](), list[int](), list[float]()
+        waiting = list[_Offer]()
+        self._offer(waiting, ROOT, 0, 1.0, self.guess(places, budget + 1), LEAST)
+        least = max(LEAST, -waiting[0][0] * self._unlikely) if waiting else 1.0
+        while waiting and len(tokens) < budget and -waiting[0][0] >= least:
+            cost, parent, _, depth, chance, guess = heappop(waiting)
+            node = len(tokens)
+            tokens.append(guess.token)
+            parents.append(parent)
+            log_probs.append(math.log(chance))
+            guess.behind = self._fork(guess.ways, depth + 1)
+            self._offer(waiting, node, depth + 1, -cost, guess.behind, least)
+        return DraftTree(tuple(tokens), tuple(parents), tuple(log_probs))
 
-    def settle(self, first: Sequence[Guess], token: int) -> None:
-        """`token` came where `first` had been guessed behind the root."""
-        for guess in first:
-            self._calibration.count(guess.cell, guess.token == token)
-            if guess.token == token:
-                return
+    def settle(self, tokens: Sequence[int]) -> int:
+        """`tokens` came behind the last guesses, if any were made; returns to how many of them guesses were due."""
+        guesses, self._guessed = self._guessed, None
+        for number, token in enumerate(tokens):
+            if guesses is None:
+                return number
+            came = None
+            for guess in guesses:
+                self._calibration.count(guess.cell, guess.token == token)
+                if guess.token == token:
+                    came = guess
+                    break
+            guesses = came.behind if came is not None else None
+        return len(tokens)
 
-    def settle_draft(self, tokens: Sequence[int]) -> None:
-        """`tokens` came behind the last draft: settles the guesses behind its candidates, as far as they came."""
-        edges = zip(self._tree.parents, self._tree.tokens, strict=True)
-        children = {edge: node for node, edge in enumerate(edges)}
-        node = ROOT
-        for token in tokens:
-            if node != ROOT:
-                self.settle(self._made[node], token)
-            found = children.get((node, token))
-            if found is None:
-                break
-            node = found
-        self._tree, self._made = EMPTY, {}
+    def _fork(self, ways: list[Way], depth: int) -> list[Guess]:
+        """How the ways go on at this depth, the heaviest continuation first.
+
+        Of equally heavy ones the one that comes first, that is the newest, leads. The share of a guess is taken
+        among the places that no guess before it has claimed.
+        """
+        if len(ways) == 1:
+            way = ways[0]
+            return [Guess(way.tokens[depth], cell_of(depth, 0, way.length + depth, 1.0), ways, None)]
+        groups: dict[int, list[Way]] = {}
+        for way in ways:
+            groups.setdefault(way.tokens[depth], []).append(way)
+        weighed = [(sum([way.weight for way in group]), token, group) for token, group in groups.items()]
+        if len(weighed) > 1:
+            weighed.sort(key=lambda one: one[0], reverse=True)
+        left = sum([weight for weight, _, _ in weighed])
+        found = []
+        for rank, (weight, token, group) in enumerate(weighed[: self._branching]):
+            length = max([way.length for way in group])
+            found.append(Guess(token, cell_of(depth, rank, length + depth, weight / left), group, None))
+            left -= weight
+        return found
 
     def _offer(
-        self, waiting: list[_Offer], parent: int, depth: int, path: float, made: Sequence[Guess], least: float
+        self, waiting: list[_Offer], parent: int, depth: int, path: float, guesses: list[Guess], least: float
     ) -> None:
         """Queue the guesses behind a node, but for those whose path would be below `least`."""
         left = 1.0
-        for rank, guess in enumerate(made):
+        for rank, guess in enumerate(guesses):
             chance = left * self._calibration.chance(guess.cell)
             left -= chance
-            log_prob = math.log(max(chance, 1e-9))
-            if path + log_prob >= least:
-                heapq.heappush(waiting, _Offer(-path - log_prob, parent, rank, depth, log_prob, guess))
+            if path * chance >= least:
+                heappush(waiting, (-path * chance, parent, rank, depth, chance, guess))

@@ -8,7 +8,7 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import OccurrenceIndex
 from specla.v1 import common_pb2
 
-PLACES = 16  # looked at for one draft
+PLACES = 8  # looked at for one draft
 
 
 def _orders(least: int, most: int) -> list[int]:
@@ -48,7 +48,7 @@ class LookupDrafter:
         return MatchState(
             tokens,
             index=index,
-            find=lambda: index.find(index.text, limit=PLACES, longest_only=True),
+            find=lambda end: index.find_own(end, limit=PLACES, longest_only=True),
             continuations=Continuations(
                 Calibration(self._calibration), weigh=_equal, branching=self._branching, tau=self._tau
             ),

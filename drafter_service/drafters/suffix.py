@@ -13,7 +13,7 @@ from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, Occurrence
 from specla.v1 import common_pb2
 
 ORDERS = (1, 2, 3, 5, 8)
-PLACES = 12  # looked at for one draft, in each text
+PLACES = 8  # looked at for one draft, in each text
 _WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
 
 
@@ -59,7 +59,7 @@ class SuffixState(MatchState):
         tokens: Sequence[int],
         *,
         index: OccurrenceIndex,
-        find: Callable[[], list[Occurrence]],
+        find: Callable[[int], list[Occurrence]],
         continuations: Continuations,
         history: History | None,
     ) -> None:
@@ -96,9 +96,9 @@ class SuffixDrafter:
         """Begin a session."""
         index, history = OccurrenceIndex(ORDERS), self._history
 
-        def find() -> list[Occurrence]:
-            places = index.find(index.text, limit=PLACES, longest_only=False)
-            return places if history is None else places + history.find(index.text)
+        def find(end: int) -> list[Occurrence]:
+            places = index.find_own(end, limit=PLACES, longest_only=False)
+            return places if history is None else places + history.find(index.text[max(end - MAX_MATCH, 0) : end])
 
         continuations = Continuations(
             Calibration(self._calibration), weigh=_steep, branching=self._branching, tau=self._tau
