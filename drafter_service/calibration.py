@@ -5,6 +5,7 @@ the length of the match and on how many of its continuations agree. So probabili
 """
 
 from bisect import bisect_right
+from functools import lru_cache
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 32)  # lower bounds of the classes of match length
 SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 0.999)  # lower bounds of the classes of agreement
@@ -15,6 +16,7 @@ CELLS = DEPTHS * RANKS * len(LENGTHS) * len(SHARES)
 _LENGTH_CLASS = tuple(bisect_right(LENGTHS, max(length, 1)) - 1 for length in range(LENGTHS[-1] + 1))
 
 
+@lru_cache(maxsize=4096)  # of a few hundred kinds that come again and again
 def cell_of(depth: int, rank: int, length: int, share: float) -> int:
     """The class of a guess.
 

@@ -47,14 +47,10 @@ class OccurrenceIndex:
         text.extend(tokens)
         last = len(text)
         for n, heads, before in self._chains:
-            begin = self._begin + n  # the first place with n tokens of its document before it
-            if begin > first:
-                begin = min(begin, last)
-                before.extend([-1] * (begin - first))
-            else:
-                begin = first
-            grams = zip(*[text[begin - n + i : last - n + i] for i in range(n)], strict=True)
-            for position, key in enumerate(map(hash, grams), begin):
+            begin = min(max(first, self._begin + n), last)  # the first place with n tokens of its document before it
+            before.extend([-1] * (begin - first))
+            for position in range(begin, last):
+                key = hash(tuple(text[position - n : position]))
                 before.append(heads.get(key, -1))
                 heads[key] = position
 
