@@ -12,11 +12,11 @@ PLACES = 8  # looked at for one draft
 
 
 def _orders(least: int, most: int) -> list[int]:
-    """Lengths to index between the two, further apart the longer they are: found matches are measured anyway."""
+    """Lengths to index, each twice the one before it: what is found is measured anyway."""
     orders = []
     while least < most:
         orders.append(least)
-        least += max(1, least // 2)
+        least *= 2
     return [*orders, most]
 
 
@@ -40,7 +40,7 @@ class LookupDrafter:
         self._orders = _orders(min_ngram, max_ngram)
         self._branching = branching
         self._tau = tau
-        self._calibration = Calibration(trust=8.0, memory=1024.0)
+        self._calibration = Calibration(trust=4.0, memory=1024.0)
 
     def start(self, tokens: Sequence[int], sampling: common_pb2.Sampling) -> MatchState:
         """Begin a session."""

@@ -12,7 +12,7 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, OccurrenceIndex
 from specla.v1 import common_pb2
 
-ORDERS = (1, 2, 3, 5, 8)
+ORDERS = (1, 2, 4, 8)
 PLACES = 8  # looked at for one draft, in each text
 _WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
 
@@ -90,7 +90,7 @@ class SuffixDrafter:
         self._branching = branching
         self._tau = tau
         self._history = History(history_tokens) if history_tokens else None
-        self._calibration = Calibration(trust=8.0, memory=1024.0)
+        self._calibration = Calibration(trust=4.0, memory=1024.0)
 
     def start(self, tokens: Sequence[int], sampling: common_pb2.Sampling) -> SuffixState:
         """Begin a session."""
