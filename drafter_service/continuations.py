@@ -22,19 +22,11 @@ class Way:
     length: int  # of the longest match among them
 
 
-@dataclass(slots=True)
-class Guess:
-    """One continuation of a node."""
-
-    token: int
-    cell: int
-    ways: list[Way]  # those that go on like this
-    behind: "list[Guess] | None"  # what is guessed to follow; None until it is a candidate
-
-
-# A guess that waits to become a candidate: minus its path's chance, its parent and its rank, which settle ties,
-# its depth and its chance behind its parent.
-_Offer = tuple[float, int, int, int, float, Guess]
+# One continuation of a node: its token, its class, and the ways that go on like this.
+Guess = tuple[int, int, list[Way]]
+# A guess that waits to become a candidate: minus its path's chance; its parent and its rank, which settle ties;
+# its depth, its chance behind its parent, its token and its ways.
+_Offer = tuple[float, int, int, int, float, int, list[Way]]
 
 
 class Continuations:
@@ -52,10 +44,11 @@ class Continuations:
         self._weigh = weigh
         self._branching = branching
         self._unlikely = math.exp(-tau)
-        self._guessed: list[Guess] | None = None  # behind the root; None: nobody asked
+        self._ways: list[Way] | None = None  # the text may take; None: nobody has asked
+        self._reach = 0
 
-    def guess(self, places: Sequence[Occurrence], reach: int) -> list[Guess]:
-        """What may follow the text if it goes on as the places did, `reach` tokens far.
+    def look(self, places: Sequence[Occurrence], reach: int) -> list[Way]:
+        """The ways the text may take if it goes on as the places did, `reach` tokens far; those to settle next.
 
         Places that go on alike are taken for one. What a place weighs is settled here: its match grows along the
         draft, but so do those of the others.
@@ -69,8 +62,8 @@ class Continuations:
             else:
                 way.weight += self._weigh(place.length)
                 way.length = max(way.length, place.length)
-        self._guessed = self._fork(list(ways.values()), 0)
-        return self._guessed
+        self._ways, self._reach = list(ways.values()), reach
+        return self._ways
 
     def grow(self, places: Sequence[Occurrence], budget: int) -> DraftTree:
         """The `budget` likeliest candidates: best first, a node's continuations guessed when the node is taken.
@@ -80,31 +73,41 @@ class Continuations:
         """
         tokens, parents, log_probs = list[int](), list[int](), list[float]()
         waiting = list[_Offer]()
-        self._offer(waiting, ROOT, 0, 1.0, self.guess(places, budget + 1), LEAST)
+        self._offer(waiting, ROOT, 0, 1.0, self.look(places, budget + 1), LEAST)
         least = max(LEAST, -waiting[0][0] * self._unlikely) if waiting else 1.0
         while waiting and len(tokens) < budget and -waiting[0][0] >= least:
-            cost, parent, _, depth, chance, guess = heappop(waiting)
-            node = len(tokens)
-            tokens.append(guess.token)
+            cost, parent, _, depth, chance, token, ways = heappop(waiting)
+            path, node = -cost, len(tokens)
+            tokens.append(token)
             parents.append(parent)
             log_probs.append(math.log(chance))
-            guess.behind = self._fork(guess.ways, depth + 1)
-            self._offer(waiting, node, depth + 1, -cost, guess.behind, least)
+            if len(ways) == 1:  # a lone way is followed at once for as long as no other candidate is likelier
+                floor = max(least, -waiting[0][0]) if waiting else least
+                while len(tokens) < budget:
+                    chance = self._calibration.chance(_lone_cell(ways[0], depth + 1))
+                    if path * chance < floor:
+                        break
+                    path, depth = path * chance, depth + 1
+                    tokens.append(ways[0].tokens[depth])
+                    parents.append(node)
+                    log_probs.append(math.log(chance))
+                    node += 1
+            self._offer(waiting, node, depth + 1, path, ways, least)
         return DraftTree(tuple(tokens), tuple(parents), tuple(log_probs))
 
     def settle(self, tokens: Sequence[int]) -> int:
-        """`tokens` came behind the last guesses, if any were made; returns to how many of them guesses were due."""
-        guesses, self._guessed = self._guessed, None
-        for number, token in enumerate(tokens):
-            if guesses is None:
-                return number
-            came = None
-            for guess in guesses:
-                self._calibration.count(guess.cell, guess.token == token)
-                if guess.token == token:
-                    came = guess
+        """`tokens` came where `look` was asked last; returns for how many of them it had been, all for most drafts."""
+        ways, self._ways = self._ways, None
+        for depth, token in enumerate(tokens):
+            if ways is None or depth == self._reach:
+                return depth
+            followed = None
+            for guess, cell, like in self._fork(ways, depth):
+                self._calibration.count(cell, guess == token)
+                if guess == token:
+                    followed = like
                     break
-            guesses = came.behind if came is not None else None
+            ways = followed
         return len(tokens)
 
     def _fork(self, ways: list[Way], depth: int) -> list[Guess]:
@@ -114,8 +117,7 @@ class Continuations:
         among the places that no guess before it has claimed.
         """
         if len(ways) == 1:
-            way = ways[0]
-            return [Guess(way.tokens[depth], cell_of(depth, 0, way.length + depth, 1.0), ways, None)]
+            return [(ways[0].tokens[depth], _lone_cell(ways[0], depth), ways)]
         groups: dict[int, list[Way]] = {}
         for way in ways:
             groups.setdefault(way.tokens[depth], []).append(way)
@@ -123,20 +125,24 @@ class Continuations:
         if len(weighed) > 1:
             weighed.sort(key=lambda one: one[0], reverse=True)
         left = sum([weight for weight, _, _ in weighed])
-        found = []
+        guesses = []
         for rank, (weight, token, group) in enumerate(weighed[: self._branching]):
             length = max([way.length for way in group])
-            found.append(Guess(token, cell_of(depth, rank, length + depth, weight / left), group, None))
+            guesses.append((token, cell_of(depth, rank, length + depth, weight / left), group))
             left -= weight
-        return found
+        return guesses
 
     def _offer(
-        self, waiting: list[_Offer], parent: int, depth: int, path: float, guesses: list[Guess], least: float
+        self, waiting: list[_Offer], parent: int, depth: int, path: float, ways: list[Way], least: float
     ) -> None:
         """Queue the guesses behind a node, but for those whose path would be below `least`."""
         left = 1.0
-        for rank, guess in enumerate(guesses):
-            chance = left * self._calibration.chance(guess.cell)
+        for rank, (token, cell, like) in enumerate(self._fork(ways, depth)):
+            chance = left * self._calibration.chance(cell)
             left -= chance
             if path * chance >= least:
-                heappush(waiting, (-path * chance, parent, rank, depth, chance, guess))
+                heappush(waiting, (-path * chance, parent, rank, depth, chance, token, like))
+
+
+def _lone_cell(way: Way, depth: int) -> int:
+    return cell_of(depth, 0, way.length + depth, 1.0)

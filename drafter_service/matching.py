@@ -50,5 +50,5 @@ class MatchState:
     def _study(self, begin: int) -> None:
         """Learn from each token of the text from `begin` on whether it would have been guessed."""
         for position in range(begin, len(self._index)):
-            self._continuations.guess(self._find(position), 1)
+            self._continuations.look(self._find(position), 1)
             self._continuations.settle((self._index.text[position],))
