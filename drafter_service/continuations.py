@@ -121,9 +121,11 @@ class Continuations:
         groups: dict[int, list[Way]] = {}
         for way in ways:
             groups.setdefault(way.tokens[depth], []).append(way)
+        if len(groups) == 1:
+            length = max([way.length for way in ways])
+            return [(ways[0].tokens[depth], cell_of(depth, 0, length + depth, 1.0), ways)]
         weighed = [(sum([way.weight for way in group]), token, group) for token, group in groups.items()]
-        if len(weighed) > 1:
-            weighed.sort(key=lambda one: one[0], reverse=True)
+        weighed.sort(key=lambda one: one[0], reverse=True)
         left = sum([weight for weight, _, _ in weighed])
         guesses = []
         for rank, (weight, token, group) in enumerate(weighed[: self._branching]):
