@@ -58,27 +58,27 @@ class OccurrenceIndex:
         """What is put behind the text from now on has no context in what stands there."""
         self._begin = len(self.text)
 
-    def find(self, context: Sequence[int], *, limit: int, longest_only: bool) -> list[Occurrence]:
+    def find(self, context: Sequence[int], *, limit: int, enough: int) -> list[Occurrence]:
         """At most `limit` places that share an indexed n-gram with the end of `context`.
 
         Args:
             context: the tokens before the one wanted; may be this index's own text.
             limit: longer n-grams are served first, newer places before older ones.
-            longest_only: stop at the longest order that occurs at all.
+            enough: no shorter n-grams are looked up once one of at least so many tokens occurs; 1: the longest only.
         """
         end = len(context)
         newest = [heads.get(hash(tuple(context[end - n :])), -1) if n <= end else -1 for n, heads, _ in self._chains]
-        return self._follow(newest, context, end, limit, longest_only)
+        return self._follow(newest, context, end, limit, enough)
 
-    def find_own(self, end: int, *, limit: int, longest_only: bool) -> list[Occurrence]:
+    def find_own(self, end: int, *, limit: int, enough: int) -> list[Occurrence]:
         """The same for this index's own text as it stood when it ended at `end`."""
         if end == len(self.text):
-            return self.find(self.text, limit=limit, longest_only=longest_only)
+            return self.find(self.text, limit=limit, enough=enough)
         newest = [before[end] for _, _, before in self._chains]
-        return self._follow(newest, self.text, end, limit, longest_only)
+        return self._follow(newest, self.text, end, limit, enough)
 
     def _follow(
-        self, newest: Sequence[int], context: Sequence[int], end: int, limit: int, longest_only: bool
+        self, newest: Sequence[int], context: Sequence[int], end: int, limit: int, enough: int
     ) -> list[Occurrence]:
         """The places on the chains that begin at `newest`, compared with `context[:end]`."""
         found = dict[int, Occurrence]()
@@ -91,7 +91,7 @@ class OccurrenceIndex:
                         if len(found) == limit:
                             return list(found.values())
                 position = before[position]
-            if found and longest_only:
+            if found and n >= enough:
                 break
         return list(found.values())
 

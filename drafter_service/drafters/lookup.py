@@ -48,7 +48,7 @@ class LookupDrafter:
         return MatchState(
             tokens,
             index=index,
-            find=lambda end: index.find_own(end, limit=PLACES, longest_only=True),
+            find=lambda end: index.find_own(end, limit=PLACES, enough=1),
             continuations=Continuations(
                 Calibration(self._calibration), weigh=_equal, branching=self._branching, tau=self._tau
             ),

@@ -12,7 +12,7 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, OccurrenceIndex
 from specla.v1 import common_pb2
 
-ORDERS = (1, 2, 4, 8)
+ORDERS = (1, 2, 4, 8)  # where one of the longest occurs, shorter contexts say nothing that counts beside it
 PLACES = 8  # looked at for one draft, in each text
 _WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
 
@@ -47,7 +47,7 @@ class History:
         return [
             place
             for index in (self._recent, self._older)
-            for place in index.find(context, limit=PLACES, longest_only=False)
+            for place in index.find(context, limit=PLACES, enough=ORDERS[-1])
         ]
 
 
@@ -97,7 +97,7 @@ class SuffixDrafter:
         index, history = OccurrenceIndex(ORDERS), self._history
 
         def find(end: int) -> list[Occurrence]:
-            places = index.find_own(end, limit=PLACES, longest_only=False)
+            places = index.find_own(end, limit=PLACES, enough=ORDERS[-1])
             return places if history is None else places + history.find(index.text[max(end - MAX_MATCH, 0) : end])
 
         continuations = Continuations(
