@@ -44,14 +44,14 @@ class Continuations:
         self._weigh = weigh
         self._branching = branching
         self._unlikely = math.exp(-tau)
-        self._ways: list[Way] | None = None  # the text may take; None: nobody has asked
-        self._reach = 0
+        self._ways: list[Way] | None = None  # those that `look` saw last; None: settled
+        self._reach = 0  # tokens of each
 
     def look(self, places: Sequence[Occurrence], reach: int) -> list[Way]:
         """The ways the text may take if it goes on as the places did, `reach` tokens far; those to settle next.
 
-        Places that go on alike are taken for one. What a place weighs is settled here: its match grows along the
-        draft, but so do those of the others.
+        Places that go on alike are taken for one. What a place weighs does not change along a draft: its match
+        grows, but so do those of the others.
         """
         ways: dict[tuple[int, ...], Way] = {}
         for place in places:
@@ -96,7 +96,11 @@ class Continuations:
         return DraftTree(tuple(tokens), tuple(parents), tuple(log_probs))
 
     def settle(self, tokens: Sequence[int]) -> int:
-        """`tokens` came where `look` was asked last; returns for how many of them it had been, all for most drafts."""
+        """`tokens` came where `look` was last asked to look: learns what the guesses there were worth.
+
+        Returns of how many tokens the guesses spoke: of none if nobody asked, else of each up to the first that had
+        not been guessed.
+        """
         ways, self._ways = self._ways, None
         for depth, token in enumerate(tokens):
             if ways is None or depth == self._reach:

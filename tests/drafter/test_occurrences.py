@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specla.drafter_service.occurrences import MAX_MATCH, OccurrenceIndex
+from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, OccurrenceIndex
 
 ORDERS = (1, 2, 3, 5)
 
@@ -45,6 +45,31 @@ def test_the_longest_alone_keeps_the_longest_order(text: list[int]) -> None:
     order = max((n for n in ORDERS if n <= longest), default=0)
     places = index.find(index.text, limit=1000, enough=1)
     assert {p.position: p.length for p in places} == {p: n for p, n in every.items() if n >= order}
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40), st.sampled_from([1, 3, MAX_MATCH]))
+def test_finds_what_an_earlier_end_of_the_text_would_have_found(text: list[int], end: int, enough: int) -> None:
+    end = min(end, len(text))
+    index, earlier = OccurrenceIndex(ORDERS), OccurrenceIndex(ORDERS)
+    index.extend(text)
+    earlier.extend(text[:end])
+    then = earlier.find(earlier.text, limit=4, enough=enough)
+    now = index.find_own(end, limit=4, enough=enough)
+    assert [(p.position, p.length) for p in now] == [(p.position, p.length) for p in then]
+
+
+def test_a_long_context_is_enough() -> None:
+    index = OccurrenceIndex((1, 3))
+    index.extend([1, 2, 3, 7, 3, 8, 1, 2, 3])
+    assert [p.position for p in index.find(index.text, limit=9, enough=3)] == [3]
+    assert [p.position for p in index.find(index.text, limit=9, enough=4)] == [3, 5]
+
+
+def test_a_place_goes_on_to_the_texts_end_and_then_repeats_itself() -> None:
+    text = [9, 1, 2, 3]
+    assert Occurrence(text, 1, 1).continuation(2) == (1, 2)
+    assert Occurrence(text, 1, 1).continuation(8) == (1, 2, 3, 1, 2, 3, 1, 2)
+    assert Occurrence(text, 3, 1).continuation(3) == (3, 3, 3)
 
 
 def test_newest_first_and_limited() -> None:
