@@ -96,10 +96,10 @@ class Continuations:
         return DraftTree(tuple(tokens), tuple(parents), tuple(log_probs))
 
     def settle(self, tokens: Sequence[int]) -> int:
-        """`tokens` came where `look` was last asked to look: learns what the guesses there were worth.
+        """`tokens` came where the ways that `look` saw last begin: learns what the guesses along them were worth.
 
-        Returns of how many tokens the guesses spoke: of none if nobody asked, else of each up to the first that had
-        not been guessed.
+        Returns of how many tokens they spoke: of none if settled already, else of each up to the first that had not
+        been guessed.
         """
         ways, self._ways = self._ways, None
         for depth, token in enumerate(tokens):
