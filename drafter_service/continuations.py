@@ -1,7 +1,7 @@
 """From places where the context has stood before to a tree of what followed there, with honest probabilities."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -9,7 +9,6 @@ from specla.drafter_service.calibration import Calibration, cell_of
 from specla.drafter_service.occurrences import Occurrence
 from specla.drafter_service.tree import ROOT, DraftTree
 
-Weigh = Callable[[int], float]  # of a place, by the length of its match
 LEAST = 0.005  # a candidate that is this unlikely is not worth its row on any device
 
 
@@ -34,14 +33,12 @@ class Continuations:
 
     Args:
         calibration: of the session.
-        weigh: what a place counts, by the length of its match.
         branching: guesses behind one node, >= 1.
         tau: nats below the likeliest candidate at which a draft stops.
     """
 
-    def __init__(self, calibration: Calibration, *, weigh: Weigh, branching: int, tau: float) -> None:
+    def __init__(self, calibration: Calibration, *, branching: int, tau: float) -> None:
         self._calibration = calibration
-        self._weigh = weigh
         self._branching = branching
         self._unlikely = math.exp(-tau)
         self._ways: list[Way] | None = None  # those that `look` saw last; None: settled
@@ -50,17 +47,17 @@ class Continuations:
     def look(self, places: Sequence[Occurrence], reach: int) -> list[Way]:
         """The ways the text may take if it goes on as the places did, `reach` tokens far; those to settle next.
 
-        Places that go on alike are taken for one. What a place weighs does not change along a draft: its match
-        grows, but so do those of the others.
+        Places that go on alike are taken for one. A place weighs twice what one does whose match is a token shorter,
+        all along a draft: its match grows, but so do those of the others.
         """
         ways: dict[tuple[int, ...], Way] = {}
         for place in places:
             tokens = place.continuation(reach)
             way = ways.get(tokens)
             if way is None:
-                ways[tokens] = Way(tokens, self._weigh(place.length), place.length)
+                ways[tokens] = Way(tokens, 2.0**place.length, place.length)
             else:
-                way.weight += self._weigh(place.length)
+                way.weight += 2.0**place.length
                 way.length = max(way.length, place.length)
         self._ways, self._reach = list(ways.values()), reach
         return self._ways

@@ -20,10 +20,6 @@ def _orders(least: int, most: int) -> list[int]:
     return [*orders, most]
 
 
-def _equal(length: int) -> float:
-    return 1.0
-
-
 class LookupDrafter:
     """Drafts from the session's own text, from the longest match alone.
 
@@ -49,7 +45,5 @@ class LookupDrafter:
             tokens,
             index=index,
             find=lambda end: index.find_own(end, limit=PLACES, enough=1),
-            continuations=Continuations(
-                Calibration(self._calibration), weigh=_equal, branching=self._branching, tau=self._tau
-            ),
+            continuations=Continuations(Calibration(self._calibration), branching=self._branching, tau=self._tau),
         )

@@ -14,12 +14,6 @@ from specla.v1 import common_pb2
 
 ORDERS = (1, 2, 4, 8)  # where one of the longest occurs, shorter contexts say nothing that counts beside it
 PLACES = 8  # looked at for one draft, in each text
-_WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
-
-
-def _steep(length: int) -> float:
-    """A place outweighs a few whose match is a token shorter."""
-    return _WEIGHTS[length]
 
 
 class History:
@@ -100,7 +94,5 @@ class SuffixDrafter:
             places = index.find_own(end, limit=PLACES, enough=ORDERS[-1])
             return places if history is None else places + history.find(index.text[max(end - MAX_MATCH, 0) : end])
 
-        continuations = Continuations(
-            Calibration(self._calibration), weigh=_steep, branching=self._branching, tau=self._tau
-        )
+        continuations = Continuations(Calibration(self._calibration), branching=self._branching, tau=self._tau)
         return SuffixState(tokens, index=index, find=find, continuations=continuations, history=history)

@@ -23,7 +23,7 @@ class _Session:
             self.looked.append(end)
             return index.find_own(end, limit=8, enough=1)
 
-        continuations = Continuations(Noting(), weigh=float, branching=3, tau=4.0)
+        continuations = Continuations(Noting(), branching=3, tau=4.0)
         self.state = MatchState(tokens, index=index, find=find, continuations=continuations)
 
     def forget(self) -> None:
