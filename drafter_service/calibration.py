@@ -4,15 +4,19 @@ A match is only a match: what it is worth depends on the text (code repeats itse
 the length of the match and on how many of its continuations agree. So probabilities are counted, not assumed.
 """
 
+from bisect import bisect_right
+from functools import lru_cache
+
 LENGTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 32)  # lower bounds of the classes of match length
 SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 0.999)  # lower bounds of the classes of agreement
 RANKS = 3  # first guess, second, any later one
 DEPTHS = 3  # behind the root, behind a candidate, deeper
 CELLS = DEPTHS * RANKS * len(LENGTHS) * len(SHARES)
 
-_LENGTH_CLASS = tuple(max(i for i, low in enumerate(LENGTHS) if max(length, 1) >= low) for length in range(33))
+_LENGTH_CLASS = tuple(bisect_right(LENGTHS, max(length, 1)) - 1 for length in range(LENGTHS[-1] + 1))
 
 
+@lru_cache(maxsize=4096)  # of a few hundred kinds that come again and again
 def cell_of(depth: int, rank: int, length: int, share: float) -> int:
     """The class of a guess.
 
@@ -20,14 +24,12 @@ def cell_of(depth: int, rank: int, length: int, share: float) -> int:
         depth: candidates between it and the root. Deeper guesses rest on the places that the guesses above
             them left over, which agree more than places found afresh would.
         rank: 0 for the first guess of its place, 1 for the one to fall back on, ...
-        length: tokens of context that agree, 1 to 32.
+        length: tokens of context that agree, >= 1; beyond 32 as 32.
         share: weight of the places that go on like this among those not guessed before it, in (0, 1].
     """
-    share_class = len(SHARES) - 1
-    while SHARES[share_class] > share:
-        share_class -= 1
     kind = min(depth, DEPTHS - 1) * RANKS + min(rank, RANKS - 1)
-    return (kind * len(LENGTHS) + _LENGTH_CLASS[min(length, 32)]) * len(SHARES) + share_class
+    length_class = _LENGTH_CLASS[min(length, LENGTHS[-1])]
+    return (kind * len(LENGTHS) + length_class) * len(SHARES) + bisect_right(SHARES, share) - 1
 
 
 def _rule_of_thumb(cell: int) -> float:
@@ -39,8 +41,14 @@ def _rule_of_thumb(cell: int) -> float:
     return share * length / (length + 3) / (1 + kind % RANKS)
 
 
+_RULES_OF_THUMB = [_rule_of_thumb(cell) for cell in range(CELLS)]
+
+
 class Calibration:
     """Chances by class, smoothed towards a broader calibration (Laplace), forgetting what is long past.
+
+    A chance is reckoned when its class is counted, so asking for it, which is done more often, is quick. What
+    the broader calibration learns elsewhere shows here once the class is counted here.
 
     Args:
         broader: what to fall back on where little was counted; None falls back on a rule of thumb.
@@ -54,18 +62,18 @@ class Calibration:
         self._memory = memory
         self._hits = [0.0] * CELLS
         self._trials = [0.0] * CELLS
+        self._chances: list[float] = list(_RULES_OF_THUMB if broader is None else broader._chances)
 
     def chance(self, cell: int) -> float:
         """The chance in (0, 1) that a guess of this class comes true, given that those before it did not."""
-        prior = self._broader.chance(cell) if self._broader else _rule_of_thumb(cell)
-        return (self._hits[cell] + self._trust * prior) / (self._trials[cell] + self._trust)
+        return self._chances[cell]
 
-    def count(self, cell: int, hit: bool) -> None:
-        """A guess of this class came true, or did not; the broader calibration learns it, too."""
-        self._hits[cell] += hit
-        self._trials[cell] += 1.0
-        if self._trials[cell] >= self._memory:
-            self._hits[cell] *= 0.5
-            self._trials[cell] *= 0.5
-        if self._broader:
-            self._broader.count(cell, hit)
+    def count(self, cell: int, hit: bool) -> float:
+        """A guess of this class came true, or did not; the broader calibration learns it, too. Returns the chance."""
+        prior = _RULES_OF_THUMB[cell] if self._broader is None else self._broader.count(cell, hit)
+        hits, trials = self._hits[cell] + hit, self._trials[cell] + 1.0
+        if trials >= self._memory:
+            hits, trials = hits * 0.5, trials * 0.5
+        self._hits[cell], self._trials[cell] = hits, trials
+        chance = self._chances[cell] = (hits + self._trust * prior) / (trials + self._trust)
+        return chance

@@ -18,9 +18,9 @@ def prune(tree: DraftTree, *, tau: float, max_nodes: int) -> DraftTree:
         return EMPTY
     paths = tree.path_log_probs()
     least = max(paths) - tau
-    kept = [node for node, path in enumerate(paths) if path >= least]
-    if len(kept) == len(tree) <= max_nodes:
+    if len(tree) <= max_nodes and min(paths) >= least:
         return tree
+    kept = [node for node, path in enumerate(paths) if path >= least]
     kept.sort(key=lambda node: (-paths[node], node))
     kept = sorted(kept[:max_nodes])
     new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}

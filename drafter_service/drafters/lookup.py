@@ -8,20 +8,16 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import OccurrenceIndex
 from specla.v1 import common_pb2
 
-PLACES = 16  # looked at for one draft
+PLACES = 8  # looked at for one draft
 
 
 def _orders(least: int, most: int) -> list[int]:
-    """Lengths to index between the two, further apart the longer they are: found matches are measured anyway."""
+    """Lengths to index, each twice the one before it: what is found is measured anyway."""
     orders = []
     while least < most:
         orders.append(least)
-        least += max(1, least // 2)
+        least *= 2
     return [*orders, most]
-
-
-def _equal(length: int) -> float:
-    return 1.0
 
 
 class LookupDrafter:
@@ -40,7 +36,7 @@ class LookupDrafter:
         self._orders = _orders(min_ngram, max_ngram)
         self._branching = branching
         self._tau = tau
-        self._calibration = Calibration(trust=8.0, memory=1024.0)
+        self._calibration = Calibration(trust=4.0, memory=1024.0)
 
     def start(self, tokens: Sequence[int], sampling: common_pb2.Sampling) -> MatchState:
         """Begin a session."""
@@ -48,8 +44,6 @@ class LookupDrafter:
         return MatchState(
             tokens,
             index=index,
-            find=lambda: index.find(index.text, limit=PLACES, longest_only=True),
-            continuations=Continuations(
-                Calibration(self._calibration), weigh=_equal, branching=self._branching, tau=self._tau
-            ),
+            find=lambda end: index.find_own(end, limit=PLACES, enough=1),
+            continuations=Continuations(Calibration(self._calibration), branching=self._branching, tau=self._tau),
         )

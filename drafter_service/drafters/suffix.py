@@ -12,14 +12,8 @@ from specla.drafter_service.matching import MatchState
 from specla.drafter_service.occurrences import MAX_MATCH, Occurrence, OccurrenceIndex
 from specla.v1 import common_pb2
 
-ORDERS = (1, 2, 3, 5, 8)
-PLACES = 12  # looked at for one draft, in each text
-_WEIGHTS = tuple(float(3 ** min(length, 8)) for length in range(MAX_MATCH + 1))
-
-
-def _steep(length: int) -> float:
-    """A place outweighs a few whose match is a token shorter."""
-    return _WEIGHTS[length]
+ORDERS = (1, 2, 4, 8)  # where one of the longest occurs, shorter contexts say nothing that counts beside it
+PLACES = 8  # looked at for one draft, in each text
 
 
 class History:
@@ -47,7 +41,7 @@ class History:
         return [
             place
             for index in (self._recent, self._older)
-            for place in index.find(context, limit=PLACES, longest_only=False)
+            for place in index.find(context, limit=PLACES, enough=ORDERS[-1])
         ]
 
 
@@ -59,7 +53,7 @@ class SuffixState(MatchState):
         tokens: Sequence[int],
         *,
         index: OccurrenceIndex,
-        find: Callable[[], list[Occurrence]],
+        find: Callable[[int], list[Occurrence]],
         continuations: Continuations,
         history: History | None,
     ) -> None:
@@ -90,17 +84,15 @@ class SuffixDrafter:
         self._branching = branching
         self._tau = tau
         self._history = History(history_tokens) if history_tokens else None
-        self._calibration = Calibration(trust=8.0, memory=1024.0)
+        self._calibration = Calibration(trust=4.0, memory=1024.0)
 
     def start(self, tokens: Sequence[int], sampling: common_pb2.Sampling) -> SuffixState:
         """Begin a session."""
         index, history = OccurrenceIndex(ORDERS), self._history
 
-        def find() -> list[Occurrence]:
-            places = index.find(index.text, limit=PLACES, longest_only=False)
-            return places if history is None else places + history.find(index.text)
+        def find(end: int) -> list[Occurrence]:
+            places = index.find_own(end, limit=PLACES, enough=ORDERS[-1])
+            return places if history is None else places + history.find(index.text[max(end - MAX_MATCH, 0) : end])
 
-        continuations = Continuations(
-            Calibration(self._calibration), weigh=_steep, branching=self._branching, tau=self._tau
-        )
+        continuations = Continuations(Calibration(self._calibration), branching=self._branching, tau=self._tau)
         return SuffixState(tokens, index=index, find=find, continuations=continuations, history=history)

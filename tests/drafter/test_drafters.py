@@ -92,6 +92,23 @@ def test_two_continuations_become_siblings(maker: Callable[[], Drafter]) -> None
     assert sorted(behind_root) == [3, 4]
 
 
+@pytest.mark.parametrize("maker", [LookupDrafter, SuffixDrafter], ids=["lookup", "suffix"])
+def test_a_loop_is_drafted_beyond_what_there_is_of_it(maker: Callable[[], Drafter]) -> None:
+    state = maker().start([1, 2, 3] * 4, GREEDY)
+    for _ in range(3):
+        state.draft(12)
+        state.extend([1, 2, 3] * 4)
+    assert state.draft(12).tokens == (1, 2, 3) * 4
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 20))
+def test_the_likeliest_candidates_come_first_and_a_larger_budget_adds_to_them(tokens: list[int], budget: int) -> None:
+    state = SuffixDrafter().start(tokens, GREEDY)
+    paths = state.draft(24).path_log_probs()
+    assert paths == pytest.approx(sorted(paths, reverse=True))
+    assert state.draft(budget).path_log_probs() == pytest.approx(paths[:budget])
+
+
 def test_chances_of_siblings_add_up_to_less_than_one() -> None:
     noise = random.Random(2)
     state = SuffixDrafter(branching=8).start([noise.randrange(6) for _ in range(400)], GREEDY)
