@@ -8,7 +8,7 @@ from specla.verifier_service.draft_wait import DraftWait
 from specla.verifier_service.intake import AttachRequest
 from specla.verifier_service.publish import DrafterEnd
 from specla.verifier_service.repetition import Repetition
-from specla.verifier_service.speed_guard import PROBE_BUDGET, SpeedGuard
+from specla.verifier_service.speed_guard import PROBE_BUDGET, Reputation, SpeedGuard
 
 
 class Attachment:
@@ -23,6 +23,8 @@ class Attachment:
         max_wait_s: longest wait for one draft.
         unconditional: ask and wait for drafts whatever they gain.
         link_calibrator: of all sessions of the drafter's link.
+        reputation: likewise.
+        committed_len: of the session.
 
     Attributes:
         token: the attach token it showed.
@@ -32,6 +34,7 @@ class Attachment:
         told_len: tokens it knows.
         told_features: features at positions below it were sent, or never will be.
         told_budget: the last node budget it was told.
+        was_asked: whether it was ever asked for a draft; before that it need not have studied the prompt.
         owes: whether it was asked for a draft and has not answered.
         tops: the target's best tokens at positions from told_len on, if it asked for them.
         overhead_s: time its drafting took of the scheduler's thread since the last pass.
@@ -48,6 +51,8 @@ class Attachment:
         max_wait_s: float,
         unconditional: bool,
         link_calibrator: Calibrator,
+        reputation: Reputation,
+        committed_len: int,
     ):
         self.end = end
         self.epoch = epoch
@@ -58,12 +63,13 @@ class Attachment:
         self.told_len = request.have_len
         self.told_features = 0
         self.told_budget = 0
+        self.was_asked = False
         self.owes = False
         self.tops: list[RowLogprobs] = []
         self.overhead_s = 0.0
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
-        self.guard = SpeedGuard(unconditional=unconditional)
+        self.guard = SpeedGuard(committed_len, reputation, unconditional=unconditional)
         self.repetition = Repetition()
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)

@@ -16,6 +16,7 @@ from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_attach, check_draft, check_session_id
 from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd, too_many_items
 from specla.verifier_service.roster import LiveSession, Roster, closed_item
+from specla.verifier_service.speed_guard import Reputation
 
 _SLAB_BYTES = 1 << 20
 
@@ -42,8 +43,9 @@ class DraftDesk:
         self._unconditional = unconditional
         self._hidden_size = engine.target.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
+        self._reputations: dict[DrafterEnd, Reputation] = {}
         self.spent_s = 0.0
-        self._studying: set[DrafterEnd] = set()  # links whose next wake brings them a prompt
+        self._studying: set[DrafterEnd] = set()  # links whose next wake has them study a prompt
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
         """Take the items of one message in; what is left of it once the link has ended is dropped."""
@@ -113,6 +115,8 @@ class DraftDesk:
             max_wait_s=self._max_wait_s,
             unconditional=self._unconditional,
             link_calibrator=self._calibrators.setdefault(end, Calibrator()),
+            reputation=self._reputations.setdefault(end, Reputation()),
+            committed_len=live.session.committed_len,
         )
         live.attachment = attachment
         end.session_ids.add(live.session_id)
@@ -131,7 +135,6 @@ class DraftDesk:
         self._add_features(live, attachment, attached.features)
         self._mark_told(live, attachment)
         attachment.end.put(VerdictItem(session_id=live.session_id, seq=seq, attached=attached))
-        self._studying.add(attachment.end)
 
     def detach(self, live: LiveSession, reason: verifier_pb2.ClosedReason, *, tell_drafter: bool = True) -> None:
         """Let a session's drafter go, if it has one."""
@@ -152,6 +155,7 @@ class DraftDesk:
                 self.detach(live, verifier_pb2.CLOSED_REASON_LOST)
         end.session_ids.clear()
         self._calibrators.pop(end, None)
+        self._reputations.pop(end, None)
         self._studying.discard(end)
 
     def charge(self, end: DrafterEnd, seconds: float, *, woken: bool = False) -> None:
@@ -262,6 +266,9 @@ class DraftDesk:
         is_news = live.session.committed_len > attachment.told_len or attachment.told_budget == 0
         attachment.told_len = live.session.committed_len
         attachment.told_budget = attachment.node_budget
+        if attachment.told_budget and not attachment.was_asked:
+            attachment.was_asked = True
+            self._studying.add(attachment.end)
         attachment.tops.clear()
         attachment.owes = attachment.told_budget > 0 and (is_news or attachment.owes)
 

@@ -18,15 +18,42 @@ PROBE_SHARE = 0.01  # of decode time, for tries that bring nothing
 FIRST_REST = 4  # times PROBE_EVERY: the longest rest after the first try that brought nothing
 PROBE_PASSES = 4
 PROBE_BUDGET = 7  # candidates
-
+WON_PASSES = 2.0  # plain ones: who has gained so much is worth a try in the next session, too
+LOST_IN_A_ROW = 4  # pauses without such a gain between them, after which new sessions begin with a pause
+TRIED_ANYWAY = 8  # each such session but every eighth
 
 _MOST_DOUBLINGS = 20
+
+
+class Reputation:
+    """What sessions of one link have made of its drafts: a new one need not try what all others tried in vain."""
+
+    def __init__(self) -> None:
+        self._lost = 0
+        self._spared = 0
+
+    def won(self) -> None:
+        """A session has gained something."""
+        self._lost = self._spared = 0
+
+    def lost(self) -> None:
+        """A session has given up, for the time being."""
+        self._lost += 1
+
+    def spares(self) -> bool:
+        """Whether a session that begins now should begin with a pause."""
+        if self._lost < LOST_IN_A_ROW:
+            return False
+        self._spared += 1
+        return self._spared % TRIED_ANYWAY != 0
 
 
 class SpeedGuard:
     """One session's account with one drafter, in seconds of the session's time.
 
     Args:
+        committed_len: now.
+        reputation: of the drafter's link; None: it has none yet.
         unconditional: never pause.
 
     Attributes:
@@ -36,7 +63,10 @@ class SpeedGuard:
         failed_probes: tries in a row that brought nothing.
     """
 
-    def __init__(self, *, unconditional: bool = False) -> None:
+    def __init__(
+        self, committed_len: int = 0, reputation: Reputation | None = None, *, unconditional: bool = False
+    ) -> None:
+        self._reputation = reputation or Reputation()
         self._unconditional = unconditional
         self.balance_s = 0.0
         self.paused = False
@@ -47,6 +77,8 @@ class SpeedGuard:
         self.failed_probes = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
+        if not unconditional and self._reputation.spares():
+            self._rest(committed_len, PROBE_EVERY)
 
     def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float, plain_s: float) -> None:
         """Account for one pass of the session.
@@ -62,6 +94,8 @@ class SpeedGuard:
         self._plain_s = plain_s
         net = gained_s - cost_s
         self.balance_s = min(self.balance_s + net, BANKED_S, BANKED_PASSES * plain_s)
+        if self.balance_s > WON_PASSES * plain_s:
+            self._reputation.won()
         if self.probing:
             self._probe_balance_s += net
             self._probe_passes += 1
@@ -87,10 +121,14 @@ class SpeedGuard:
         is PROBE_SHARE of their time; up to a limit that doubles with every try, since one may have been disturbed."""
         if self._unconditional:
             return
-        self.paused, self.probing = True, False
+        self._reputation.lost()
         earned_back = math.ceil(lost_s / (PROBE_SHARE * self._plain_s))
         most = PROBE_EVERY * FIRST_REST << min(self.failed_probes, _MOST_DOUBLINGS)
-        self._probe_at = committed_len + max(PROBE_EVERY, min(earned_back, most))
+        self._rest(committed_len, max(PROBE_EVERY, min(earned_back, most)))
+
+    def _rest(self, committed_len: int, tokens: int) -> None:
+        self.paused, self.probing = True, False
+        self._probe_at = committed_len + tokens
 
     def end_rest(self, committed_len: int) -> None:
         """Something speaks for the drafter: it is tried again as soon as may be."""

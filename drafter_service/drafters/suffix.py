@@ -64,7 +64,7 @@ class SuffixState(MatchState):
     def finish(self, tokens: Sequence[int] = ()) -> None:
         """Leave what was put out since the session was attached to the history, if there is one."""
         if self._history is not None:
-            self._history.add([*self._index.text[self._output_begin :], *tokens])
+            self._history.add([*self.text[self._output_begin :], *tokens])
 
 
 class SuffixDrafter:

@@ -34,15 +34,23 @@ class _Session:
 PHRASE = list(range(30))
 
 
-def test_of_a_prompt_the_end_is_studied() -> None:
-    session = _Session([*PHRASE, *PHRASE])
-    assert session.looked == list(range(60 - STUDY, 60))
+def test_of_a_prompt_the_end_is_studied_with_the_first_draft() -> None:
+    session = _Session([*PHRASE, *PHRASE[:28]])
+    session.state.extend(PHRASE[28:])
+    assert session.looked == []
+    assert session.state.text == [*PHRASE, *PHRASE]
+    session.state.draft(4)
+    assert session.looked == [*range(60 - STUDY, 60), 60]
     assert session.counted == [True] * STUDY
-    assert _Session([5]).looked == [0]
+    assert session.state.text == [*PHRASE, *PHRASE]
+    alone = _Session([5])
+    alone.state.draft(4)
+    assert alone.looked == [0, 1]
 
 
 def test_what_a_draft_guessed_is_learnt_without_another_search() -> None:
     session = _Session([*PHRASE, *PHRASE[:10]])
+    session.state.draft(4)
     session.forget()
     assert session.state.draft(4).tokens == (10, 11, 12, 13)
     session.state.extend([10, 11, 12, 13, 14])  # all that were drafted, and the next, which was guessed as well
@@ -52,6 +60,7 @@ def test_what_a_draft_guessed_is_learnt_without_another_search() -> None:
 
 def test_what_a_draft_did_not_reach_is_studied_a_few_tokens_of_it() -> None:
     session = _Session([*PHRASE, *PHRASE[:10]])
+    session.state.draft(4)
     session.forget()
     session.state.draft(4)
     session.state.extend([10, 77, *PHRASE[:20]])

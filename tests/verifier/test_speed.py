@@ -18,7 +18,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.repetition import STREAK, Repetition
 from specla.verifier_service.scheduler import Scheduler
-from specla.verifier_service.speed_guard import ALLOWED_S, PROBE_EVERY
+from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
@@ -232,6 +232,35 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     found = booked(verifier)
     assert found[first] == before[first]
     assert found[second] >= 1.0, "it heard of a pass"
+
+
+def test_sessions_of_a_link_that_was_worthless_so_far_begin_with_a_pause(verifier: Scheduler, text: list[int]) -> None:
+    """All but every eighth; and as soon as one has gained something, all are asked from the beginning again."""
+    coordinator, asked, spent_s = Coordinator(verifier), list[bool](), list[float]()
+    drafter = Drafter(verifier, text, right=0.0, claim=-0.1, takes_s=0.012)
+    for session in range(30):
+        if session == 20:
+            drafter.right = 1.0
+        drafter.known, drafter.budgets = [], []
+        name = coordinator.start(PROMPT, max_tokens=30, credit=0)
+        coordinator.wait_for(name, "prefilled")
+        drafter.attach(name, coordinator.attach_token(name))
+        began = verifier._clock()
+        coordinator.command(name, credit=verifier_pb2.Credit(up_to_len=10**6))
+        assert coordinator.finish(name) == text[:30]
+        spent_s.append(verifier._clock() - began)
+        asked.append(drafter.budgets[0] > 0)
+    first = LOST_IN_A_ROW
+    assert asked[:first] == [True] * first
+    assert asked[first:20] == [(session + 1) % TRIED_ANYWAY == 0 for session in range(20 - first)]
+    again = 20 + asked[20:].index(True)
+    assert again < 20 + TRIED_ANYWAY
+    assert asked[again:] == [True] * (30 - again)
+    plain_s = 30 * TABLE[1]
+    assert [plain_s / seconds for seconds, tried in zip(spent_s[:20], asked[:20], strict=True) if not tried] == (
+        pytest.approx([1.0] * (20 - asked[:20].count(True)), abs=1e-6)
+    )
+    assert plain_s / spent_s[-1] > 2.0
 
 
 class Loops(Drafter):

@@ -1,8 +1,18 @@
-"""The account of what a drafter gains and costs: a useless one pauses and is tried again every 64 tokens."""
+"""The account of what a drafter gains and costs: a useless one pauses and is tried again every 128 tokens."""
 
 import random
 
-from specla.verifier_service.speed_guard import ALLOWED_S, ALLOWED_SHARE, PROBE_EVERY, PROBE_PASSES, SpeedGuard
+from specla.verifier_service.speed_guard import (
+    ALLOWED_S,
+    ALLOWED_SHARE,
+    LOST_IN_A_ROW,
+    PROBE_EVERY,
+    PROBE_PASSES,
+    TRIED_ANYWAY,
+    WON_PASSES,
+    Reputation,
+    SpeedGuard,
+)
 
 PLAIN_S = 0.013
 
@@ -91,3 +101,30 @@ def test_old_gains_do_not_pay_for_long_losses() -> None:
     decode(guard, tokens=20000, cost_s=0.001, gained=3)
     drafted = decode(guard, tokens=100, cost_s=0.2, gained=0, length=20010)
     assert drafted < 20
+
+
+def test_what_a_links_sessions_have_made_of_its_drafts() -> None:
+    reputation, plain_s = Reputation(), 0.01
+
+    def session(net_s: float) -> bool:
+        """Whether it begins with a pause; if not, it records what it gains, or loses."""
+        guard = SpeedGuard(10, reputation)
+        if not guard.paused:
+            gained_s, cost_s = max(net_s, 0.0), max(-net_s, 0.0)
+            guard.record(20, gained_s=gained_s, cost_s=cost_s, decode_s=plain_s, plain_s=plain_s)
+        else:
+            assert guard.is_due(10 + PROBE_EVERY)
+            assert not guard.is_due(9 + PROBE_EVERY)
+        return guard.paused and not guard.is_due(20)
+
+    assert [session(-1.0) for _ in range(LOST_IN_A_ROW)] == [True] * LOST_IN_A_ROW  # after their first pass
+    assert SpeedGuard(10, reputation).paused
+    assert not SpeedGuard(10, reputation, unconditional=True).paused
+    assert not SpeedGuard(10).paused
+    spared = [SpeedGuard(10, reputation).paused for _ in range(2 * TRIED_ANYWAY)]
+    assert spared.count(False) == 2
+    reputation.won()
+    assert [session(WON_PASSES * plain_s * 1.1) for _ in range(20)] == [False] * 20
+    assert [session(-1.0) for _ in range(LOST_IN_A_ROW - 1)] == [True] * (LOST_IN_A_ROW - 1)
+    session(WON_PASSES * plain_s * 1.1)
+    assert not SpeedGuard(10, reputation).paused, "losses count in a row"
