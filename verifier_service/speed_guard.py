@@ -4,6 +4,8 @@ While the account is in the red by more than its allowance, the drafter pauses (
 and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passes; later, if so much had to be decoded
 before what the last try has cost is its share of the time; sooner, if the text begins to repeat itself. What is
 allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
+
+What sessions found is kept for their drafter's link: where the last ones all gave up, most new ones begin with a pause.
 """
 
 import math
@@ -78,7 +80,7 @@ class SpeedGuard:
         self._probe_passes = 0
         self._probe_balance_s = 0.0
         if not unconditional and self._reputation.spares():
-            self._rest(committed_len, PROBE_EVERY)
+            self._rest(committed_len, FIRST_REST * PROBE_EVERY)
 
     def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float, plain_s: float) -> None:
         """Account for one pass of the session.

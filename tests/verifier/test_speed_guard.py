@@ -5,6 +5,7 @@ import random
 from specla.verifier_service.speed_guard import (
     ALLOWED_S,
     ALLOWED_SHARE,
+    FIRST_REST,
     LOST_IN_A_ROW,
     PROBE_EVERY,
     PROBE_PASSES,
@@ -113,8 +114,8 @@ def test_what_a_links_sessions_have_made_of_its_drafts() -> None:
             gained_s, cost_s = max(net_s, 0.0), max(-net_s, 0.0)
             guard.record(20, gained_s=gained_s, cost_s=cost_s, decode_s=plain_s, plain_s=plain_s)
         else:
-            assert guard.is_due(10 + PROBE_EVERY)
-            assert not guard.is_due(9 + PROBE_EVERY)
+            assert guard.is_due(10 + FIRST_REST * PROBE_EVERY)
+            assert not guard.is_due(9 + FIRST_REST * PROBE_EVERY)
         return guard.paused and not guard.is_due(20)
 
     assert [session(-1.0) for _ in range(LOST_IN_A_ROW)] == [True] * LOST_IN_A_ROW  # after their first pass
