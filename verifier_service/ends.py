@@ -42,13 +42,15 @@ class LinkEnds:
         self._drafts.handle_all(end, items)
         self._drafts.charge(end, self._clock() - started)
 
-    def flush_coordinators(self) -> None:
-        """Wake coordinators that have something to read."""
+    def flush_coordinators(self) -> bool:
+        """Wake coordinators that have something to read; whether there were any."""
+        told = False
         for coordinator in self.coordinators:
             if coordinator.finishing and not coordinator.session_ids:
                 coordinator.end(None)
-            coordinator.flush()
+            told |= coordinator.flush()
         self.coordinators = [end for end in self.coordinators if not (end.finishing and end.ended)]
+        return told
 
     def lose_coordinator(self, end: CoordinatorEnd) -> None:
         """Cancel the sessions of a link whose other side is gone."""

@@ -22,7 +22,7 @@ import torch
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import fault_of, internal_error
 from specla.rpc.links import Wake
-from specla.rpc.waker import speed_up_hops
+from specla.rpc.waker import let_others_run, speed_up_hops
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent
 from specla.verifier_service.commands import CommandDesk
@@ -250,8 +250,7 @@ class Scheduler:
         for work in self._mailbox.take():
             work()
         self._ends.flush_drafters()
-        worked = self._prefill()
-        wake_at = self._passes.run(self._meanwhile, follows=not worked)
+        wake_at = self._passes.run(self._meanwhile, follows=not (worked := self._prefill()))
         self._ends.flush_drafters()
         if wake_at is None:
             return
@@ -261,17 +260,18 @@ class Scheduler:
 
     def _meanwhile(self) -> None:
         """What need not wait for the pass that runs now, and what it need not wait for."""
-        self._look_around(at_once=False)
-        commands = self._mailbox.take_early()
-        for work in commands:
+        told = self._look_around(at_once=False)
+        for work in (commands := self._mailbox.take_early()):
             work()
         if commands:
-            self._ends.flush_coordinators()
+            told |= self._ends.flush_coordinators()
+        if told and self._engine.overlaps:
+            let_others_run()
 
-    def _look_around(self, *, at_once: bool = True) -> None:
+    def _look_around(self, *, at_once: bool = True) -> bool:
         self._passes.tell_news(at_once=at_once)
         self._roster.expire()
-        self._ends.flush_coordinators()
+        return self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:
         """One bounded piece for whoever has waited longest for one, and who may go along; whether there was one."""

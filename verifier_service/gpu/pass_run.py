@@ -137,7 +137,6 @@ class PassRun:
 
     def _wait_for_results(self) -> None:
         asked_at = time.perf_counter() + _PATIENCE_S
-        time.sleep(0)  # threads that wait for the interpreter have it now rather than when the next pass is to begin
         while not self.buffers.have_results():
             if time.perf_counter() < asked_at:
                 continue
