@@ -8,9 +8,9 @@ import typer
 
 from specla.benchmarks import gpu_commands
 from specla.benchmarks.options import (
-    MOST_THREADS,
     MOST_TOKENS,
     JsonOption,
+    ThreadsOption,
     drafters_of,
     finish,
     integers,
@@ -141,6 +141,7 @@ def drafters(
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,0.7,1",
     numerics: NumericsOption = "exact",
     device: DeviceOption = "cpu",
+    threads: ThreadsOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Each drafter against plain decoding, on code that repeats itself and on prose; exits 1 if a goal is missed."""
@@ -154,7 +155,13 @@ def drafters(
     folder = target or default_target()
     prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
     with (
-        Local(folder, drafters=[n for n in all_names if n != "none"], device=device, numerics=numerics) as local,
+        Local(
+            folder,
+            drafters=[n for n in all_names if n != "none"],
+            device=device,
+            numerics=numerics,
+            threads=threads,
+        ) as local,
         progress_bar() as progress,
     ):
         made = Report(title="Drafters over plain decoding", device=_name_of(device))
@@ -220,9 +227,7 @@ def passes(
     target: TargetOption = None,
     rows: Annotated[str, typer.Option(help="Rows of a pass, root included; separated by commas.")] = "2,5,9,17",
     rounds: Annotated[int, typer.Option(min=4)] = 60,
-    threads: Annotated[
-        int, typer.Option(min=0, max=MOST_THREADS, help="Threads of one operation; 0: chosen by the verifier.")
-    ] = 0,
+    threads: ThreadsOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Verification passes of several sizes over plain decoding, in both numerics; exits 1 if a goal is missed."""

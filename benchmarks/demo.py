@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specla.benchmarks.options import MOST_THREADS, MOST_TOKENS, checked_temperature
+from specla.benchmarks.options import MOST_TOKENS, ThreadsOption, checked_temperature
 from specla.client.default_target import default_target
 from specla.client.detokenizer import Detokenizer
 from specla.client.local import Local
@@ -76,14 +76,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="The same for both.")] = 1,
     numerics: Annotated[Literal["exact", "fast"], typer.Option(help="Kind of arithmetic.")] = "exact",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the target runs.")] = "cpu",
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=MOST_THREADS,
-            help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.",
-        ),
-    ] = 0,
+    threads: ThreadsOption = 0,
 ) -> None:
     """Generate each prompt with and without drafts, in turns, and compare; exits 1 if a text differs."""
     if context.invoked_subcommand is not None:

@@ -35,6 +35,15 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, callback=_writable, help="Where to write the result.")
 ]
 
+ThreadsOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=MOST_THREADS,
+        help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.",
+    ),
+]
+
 
 def numbers(text: str, option: str) -> list[float]:
     """Numbers separated by commas; anything else is a usage error."""

@@ -32,7 +32,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`Local` needs torch, so it is imported when it is first asked for."""
     if name == "Local":
-        from specla.client.local import Local
-
+        try:
+            from specla.client.local import Local
+        except ModuleNotFoundError as missing:
+            hint = f"Local needs {missing.name}, which the extra [verifier] brings: pip install 'specla[verifier]'"
+            raise ModuleNotFoundError(hint, name=missing.name) from missing
         return Local
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,6 +43,15 @@ def test_what_needs_torch_is_caught() -> None:
     assert "torch" in done.stderr
 
 
+def test_local_says_what_it_needs() -> None:
+    program = "import sys; sys.modules['torch'] = None\nfrom specla.client import Local"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: Local needs torch, which the extra [verifier] brings: pip install 'specla[verifier]'"
+    )
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["serve", "--help"], ["version"]])
 def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:
     program = f"import sys\nfor name in {_BLOCKED!r}: sys.modules[name] = None\nsys.argv = ['specla', *sys.argv[1:]]\n"
