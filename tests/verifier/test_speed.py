@@ -208,6 +208,43 @@ def test_what_the_study_of_a_prompt_takes_is_not_held_against_other_sessions(
     assert min(drafter.budgets) > 0, "it never pauses"
 
 
+class Crowd(Drafter):
+    """Drafts for several sessions of the same text, one after the other."""
+
+    def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, takes_s: float):
+        self.texts: dict[bytes, list[int]] = {}
+        super().__init__(verifier, text, right=right, claim=claim, takes_s=takes_s)
+
+    def hear(self, item: VerdictItem) -> None:
+        self.known = self.texts.setdefault(item.session_id, [])
+        super().hear(item)
+
+
+def run_crowd(verifier: Scheduler, text: list[int], drafter: Drafter | None, sessions: int = 4) -> float:
+    """Seconds until all of some sessions that run together have ended."""
+    coordinator = Coordinator(verifier)
+    ids = [coordinator.start(PROMPT, max_tokens=len(text), credit=0) for _ in range(sessions)]
+    for session in ids:
+        coordinator.wait_for(session, "prefilled")
+        if drafter is not None:
+            drafter.attach(session, coordinator.attach_token(session))
+    verifier.list_sessions()
+    began, credit = verifier._clock(), verifier_pb2.Credit(up_to_len=10**6)
+    coordinator.link.send([verifier_pb2.SessionCommand(session_id=session, credit=credit) for session in ids])
+    assert [coordinator.finish(session) for session in ids] == [text] * sessions
+    return verifier._clock() - began
+
+
+@pytest.mark.parametrize(("right", "takes_s"), [(0.0, 0.013), (0.6, 0.004), (0.9, 0.008), (0.9, 0.013)])
+def test_all_sessions_of_a_pass_wait_for_the_drafting_of_each(
+    verifier: Scheduler, text: list[int], right: float, takes_s: float
+) -> None:
+    """What gains where one session runs may cost the others more than it gains."""
+    plain_s = run_crowd(verifier, text, None)
+    spent_s = run_crowd(verifier, text, Crowd(verifier, text, right=right, claim=-0.4, takes_s=takes_s))
+    assert plain_s / spent_s >= 0.94
+
+
 def booked(verifier: Scheduler) -> dict[bytes, float]:
     """What drafting has taken that is yet to be accounted for."""
     return {live.session_id: live.attachment.overhead_s for live in verifier._roster if live.attachment is not None}
