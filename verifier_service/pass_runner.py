@@ -261,7 +261,7 @@ class PassRunner:
         for live, attachment in ended.resting:
             attachment.wait.decode_s += decode_s
             attachment.guard.rest(decode_s)
-            if attachment.repetition.begins(live.session.tokens, attachment.guard.failed_probes):
+            if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
                 attachment.guard.end_rest(live.session.committed_len)
 
     def _account(

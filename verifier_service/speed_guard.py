@@ -28,19 +28,25 @@ _MOST_DOUBLINGS = 20
 
 
 class Reputation:
-    """What sessions of one link have made of its drafts: a new one need not try what all others tried in vain."""
+    """What sessions of one link have made of its drafts: a new one need not try what all others tried in vain.
+
+    Attributes:
+        woken_in_vain: tries in a row that something spoke for, and that brought nothing.
+    """
 
     def __init__(self) -> None:
         self._lost = 0
         self._spared = 0
+        self.woken_in_vain = 0
 
     def won(self) -> None:
         """A session has gained something."""
-        self._lost = self._spared = 0
+        self._lost = self._spared = self.woken_in_vain = 0
 
-    def lost(self) -> None:
-        """A session has given up, for the time being."""
+    def lost(self, *, woken: bool) -> None:
+        """A session has given up, for the time being; perhaps after a try that something spoke for."""
         self._lost += 1
+        self.woken_in_vain += woken
 
     def spares(self) -> bool:
         """Whether a session that begins now should begin with a pause."""
@@ -62,7 +68,6 @@ class SpeedGuard:
         balance_s: gains less costs since the start, gains banked up to a limit.
         paused: whether the drafter should send nothing now.
         probing: whether it is being tried again.
-        failed_probes: tries in a row that brought nothing.
     """
 
     def __init__(
@@ -76,9 +81,10 @@ class SpeedGuard:
         self._decode_s = 0.0
         self._plain_s = math.inf
         self._probe_at = 0
-        self.failed_probes = 0
+        self._failed_probes = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
+        self._woken = False
         if not unconditional and self._reputation.spares():
             self._rest(committed_len, FIRST_REST * PROBE_EVERY)
 
@@ -111,6 +117,11 @@ class SpeedGuard:
         self._decode_s += decode_s
 
     @property
+    def failures(self) -> int:
+        """Tries in a row that brought nothing: this session's, or the link's that something spoke for."""
+        return max(self._failed_probes, self._reputation.woken_in_vain)
+
+    @property
     def _lowest_s(self) -> float:
         return -(self._to_know_s + ALLOWED_SHARE * self._decode_s)
 
@@ -123,17 +134,18 @@ class SpeedGuard:
         is PROBE_SHARE of their time; up to a limit that doubles with every try, since one may have been disturbed."""
         if self._unconditional:
             return
-        self._reputation.lost()
+        self._reputation.lost(woken=self._woken)
         earned_back = math.ceil(lost_s / (PROBE_SHARE * self._plain_s))
-        most = PROBE_EVERY * FIRST_REST << min(self.failed_probes, _MOST_DOUBLINGS)
+        most = PROBE_EVERY * FIRST_REST << min(self._failed_probes, _MOST_DOUBLINGS)
         self._rest(committed_len, max(PROBE_EVERY, min(earned_back, most)))
 
     def _rest(self, committed_len: int, tokens: int) -> None:
-        self.paused, self.probing = True, False
+        self.paused, self.probing, self._woken = True, False, False
         self._probe_at = committed_len + tokens
 
     def end_rest(self, committed_len: int) -> None:
         """Something speaks for the drafter: it is tried again as soon as may be."""
+        self._woken |= committed_len < self._probe_at
         self._probe_at = min(self._probe_at, committed_len)
 
     def is_due(self, committed_len: int) -> bool:
@@ -151,8 +163,9 @@ class SpeedGuard:
     def _end_probe(self, committed_len: int) -> None:
         self.probing = False
         if self._probe_balance_s > 0:
-            self.failed_probes = 0
+            self._woken = False
+            self._failed_probes = self._reputation.woken_in_vain = 0
             self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
             self.pause(committed_len, -self._probe_balance_s)
-            self.failed_probes += 1
+            self._failed_probes += 1
