@@ -142,6 +142,7 @@ class DraftDesk:
         if attachment is None:
             return
         attachment.end.session_ids.discard(live.session_id)
+        attachment.guard.end()
         if tell_drafter:
             attachment.end.put(closed_item(live.session_id, reason))
         changed = verifier_pb2.DrafterChanged(attached=False, epoch=attachment.epoch, reason=reason)

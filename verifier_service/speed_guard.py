@@ -5,7 +5,8 @@ and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passe
 before what the last try has cost is its share of the time; sooner, if the text begins to repeat itself. What is
 allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 
-What sessions found is kept for their drafter's link: where the last ones all gave up, most new ones begin with a pause.
+What sessions found is kept for their drafter's link: where the last ones all gave up, or ended in the red, most new ones
+begin with a pause.
 """
 
 import math
@@ -37,6 +38,7 @@ class Reputation:
     def __init__(self) -> None:
         self._lost = 0
         self._spared = 0
+        self._short_s = 0.0
         self.woken_in_vain = 0
 
     def won(self) -> None:
@@ -47,6 +49,13 @@ class Reputation:
         """A session has given up, for the time being; perhaps after a try that something spoke for."""
         self._lost += 1
         self.woken_in_vain += woken
+
+    def ended(self, balance_s: float, allowed_s: float) -> None:
+        """A session has ended before it gave up: those that were too short for that count together."""
+        self._short_s = min(self._short_s + balance_s, 0.0)
+        if self._short_s < -allowed_s:
+            self._short_s = 0.0
+            self.lost(woken=False)
 
     def spares(self) -> bool:
         """Whether a session that begins now should begin with a pause."""
@@ -85,6 +94,7 @@ class SpeedGuard:
         self._probe_passes = 0
         self._probe_balance_s = 0.0
         self._woken = False
+        self._has_rested = False
         if not unconditional and self._reputation.spares():
             self._rest(committed_len, FIRST_REST * PROBE_EVERY)
 
@@ -111,6 +121,11 @@ class SpeedGuard:
                 self._end_probe(committed_len)
         elif not self.paused and self.balance_s < self._lowest_s:
             self.pause(committed_len)
+
+    def end(self) -> None:
+        """The session has ended, or its drafter has left it."""
+        if not self._has_rested and not self._unconditional:
+            self._reputation.ended(self.balance_s, self._to_know_s)
 
     def rest(self, decode_s: float) -> None:
         """Account for a pass of a session whose drafter pauses, and did nothing for it."""
@@ -140,7 +155,7 @@ class SpeedGuard:
         self._rest(committed_len, max(PROBE_EVERY, min(earned_back, most)))
 
     def _rest(self, committed_len: int, tokens: int) -> None:
-        self.paused, self.probing, self._woken = True, False, False
+        self.paused, self.probing, self._woken, self._has_rested = True, False, False, True
         self._probe_at = committed_len + tokens
 
     def end_rest(self, committed_len: int) -> None:

@@ -155,3 +155,28 @@ def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link
     second.end_rest(30)
     try_again(second, 30, PLAIN_S)
     assert (first.failures, second.failures) == (3, 0)
+
+
+def test_sessions_that_end_before_they_give_up_count_together() -> None:
+    reputation = Reputation()
+
+    def session(net_passes: float) -> None:
+        guard = SpeedGuard(10, reputation)
+        gained_s, cost_s = max(net_passes, 0.0) * PLAIN_S, max(-net_passes, 0.0) * PLAIN_S
+        guard.record(20, gained_s=gained_s, cost_s=cost_s, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        assert not guard.paused
+        guard.end()
+
+    for _ in range(100):
+        session(-1.4)
+        session(1.6)
+    assert not SpeedGuard(10, reputation).paused, "together they gain"
+    for _ in range(2 * LOST_IN_A_ROW):
+        session(-1.4)
+    assert SpeedGuard(10, reputation).paused
+    unconditional = Reputation()
+    for _ in range(100):
+        guard = SpeedGuard(10, unconditional, unconditional=True)
+        guard.record(20, gained_s=0.0, cost_s=PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        guard.end()
+    assert not SpeedGuard(10, unconditional).paused
