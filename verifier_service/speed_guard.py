@@ -5,8 +5,8 @@ and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passe
 before what the last try has cost is its share of the time; sooner, if the text begins to repeat itself. What is
 allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 
-What sessions found is kept for their drafter's link: where the last ones all gave up, or ended in the red, most new ones
-begin with a pause.
+What sessions found is kept for their drafter's link: where the last ones all gave up, or ended in the red, most new
+ones begin with a pause.
 """
 
 import math

@@ -18,7 +18,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.repetition import STREAK, Repetition
 from specla.verifier_service.scheduler import Scheduler
-from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY
+from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY, Reputation
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
@@ -269,6 +269,25 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     found = booked(verifier)
     assert found[first] == before[first]
     assert found[second] >= 1.0, "it heard of a pass"
+
+
+def test_what_it_takes_to_be_told_a_prompt_is_no_other_sessions_where_it_begins_with_a_pause(
+    verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(verifier)
+    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
+    drafter = StudiousDrafter(verifier, text, right=1.0, claim=-0.01, takes_s=0.0003)
+    drafter.attach(first, coordinator.attach_token(first))
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 20))
+    coordinator.wait(lambda: len(coordinator.tokens(first)) == 20)
+    verifier.list_sessions()
+    before = booked(verifier)
+    monkeypatch.setattr(Reputation, "spares", lambda self: True)
+    drafter.studied = second
+    drafter.attach(second, coordinator.attach_token(second))
+    coordinator.wait(lambda: coordinator.events(second, "drafter_changed"))
+    verifier.list_sessions()
+    assert booked(verifier) == {**before, second: 0.0}
 
 
 def test_sessions_of_a_link_that_was_worthless_so_far_begin_with_a_pause(verifier: Scheduler, text: list[int]) -> None:
