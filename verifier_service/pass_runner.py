@@ -261,8 +261,7 @@ class PassRunner:
         for live, attachment in ended.resting:
             attachment.wait.decode_s += decode_s
             attachment.guard.rest(decode_s)
-            if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
-                attachment.guard.end_rest(live.session.committed_len)
+            _end_rest_if_text_repeats(live, attachment)
 
     def _account(
         self,
@@ -299,6 +298,8 @@ class PassRunner:
             plain_s=plain_s,
         )
         attachment.overhead_s = 0.0
+        if attachment.is_quiet:
+            _end_rest_if_text_repeats(part.live, attachment)
         in_vain = attachment.wait.exhausted or attachment.wait.granted_s == 0
         if part.draft is None and attachment.owes and in_vain and not attachment.guard.paused:
             attachment.guard.pause(committed_len)  # whom one does not wait for should not be asked
@@ -330,6 +331,11 @@ def _rests_on(part: Part, attachment: Attachment, result: PassResult) -> bool:
     if not attachment.is_quiet or part.draft is not None or result.finish is not None or result.top:
         return False
     return attachment.drafts.is_empty and not attachment.guard.is_due(part.live.session.committed_len)
+
+
+def _end_rest_if_text_repeats(live: LiveSession, attachment: Attachment) -> None:
+    if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
+        attachment.guard.end_rest(live.session.committed_len)
 
 
 def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:

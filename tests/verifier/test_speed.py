@@ -31,6 +31,8 @@ TABLE = {1: 0.0130, 2: 0.0138, 3: 0.0146, 5: 0.0165, 9: 0.0245, 17: 0.0430, 33: 
 class Drafter:
     """Drafts chains inside `wake`, each token right with a chance, and claims another one."""
 
+    top_k = 0
+
     def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, takes_s: float):
         self.text, self.right, self.claim, self.takes_s = text, right, claim, takes_s
         self.known: list[int] = []
@@ -42,7 +44,7 @@ class Drafter:
         self.link = verifier.connect_drafter(self.draft)
 
     def attach(self, session: bytes, token: bytes) -> None:
-        attach = verifier_pb2.Attach(attach_token=token)
+        attach = verifier_pb2.Attach(attach_token=token, top_k=self.top_k)
         self.link.send([DraftItem(session_id=session, seq=1, attach=attach)])
 
     def draft(self) -> None:
@@ -329,9 +331,11 @@ class Loops(Drafter):
         super().send(session, budget)
 
 
+@pytest.mark.parametrize("top_k", [0, 1])
 def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
-    run_with: RunWith, text: list[int], monkeypatch: pytest.MonkeyPatch
+    run_with: RunWith, text: list[int], monkeypatch: pytest.MonkeyPatch, top_k: int
 ) -> None:
+    """Also one for which something is kept of each pass."""
     watch, told = Repetition(), list[int]()
     for length in range(1, TOKENS + 1):
         if watch.begins([*PROMPT, *text[:length]], 0):
@@ -339,6 +343,7 @@ def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
     assert told
     assert told[0] < 100, "the text repeats itself before its drafter would be tried anyway"
     monkeypatch.setattr(Loops, "begin", told[0] - STREAK)
+    monkeypatch.setattr(Loops, "top_k", top_k)
     sooner_s, drafter = run_with(right=0.0, claim=-0.1, kind=Loops)
     assert drafter.probes == 1
     monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: False)
