@@ -45,7 +45,7 @@ class DraftDesk:
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
         self._reputations: dict[DrafterEnd, Reputation] = {}
         self.spent_s = 0.0
-        self._studying: set[DrafterEnd] = set()  # links whose next wake has them study a prompt
+        self._studying: set[DrafterEnd] = set()  # links whose next wake tells them a prompt, or has them study it
 
     def handle_all(self, end: DrafterEnd, items: Sequence[DraftItem]) -> None:
         """Take the items of one message in; what is left of it once the link has ended is dropped."""
@@ -135,6 +135,7 @@ class DraftDesk:
         self._add_features(live, attachment, attached.features)
         self._mark_told(live, attachment)
         attachment.end.put(VerdictItem(session_id=live.session_id, seq=seq, attached=attached))
+        self._studying.add(attachment.end)
 
     def detach(self, live: LiveSession, reason: verifier_pb2.ClosedReason, *, tell_drafter: bool = True) -> None:
         """Let a session's drafter go, if it has one."""
@@ -142,6 +143,7 @@ class DraftDesk:
         if attachment is None:
             return
         attachment.end.session_ids.discard(live.session_id)
+        attachment.guard.end()
         if tell_drafter:
             attachment.end.put(closed_item(live.session_id, reason))
         changed = verifier_pb2.DrafterChanged(attached=False, epoch=attachment.epoch, reason=reason)

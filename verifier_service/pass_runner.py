@@ -261,8 +261,7 @@ class PassRunner:
         for live, attachment in ended.resting:
             attachment.wait.decode_s += decode_s
             attachment.guard.rest(decode_s)
-            if attachment.repetition.begins(live.session.tokens, attachment.guard.failed_probes):
-                attachment.guard.end_rest(live.session.committed_len)
+            _end_rest_if_text_repeats(live, attachment)
 
     def _account(
         self,
@@ -277,8 +276,9 @@ class PassRunner:
         """Learn from the pass what this session's drafter is worth."""
         plain_s, decode_s = self.times.iteration(sessions, sessions), counted_s + self.times.between(sessions)
         committed_len = part.live.session.committed_len
+        drafting_s = attachment.overhead_s * sessions  # as long as that all sessions of the pass waited
         if part.draft is not None:
-            worth = _worth_drafting(part.draft, part.kept, attachment, plain_s)
+            worth = _worth_drafting(part.draft, part.kept, attachment, drafting_s / plain_s)
             attachment.calibrator.observe(part.draft, result.tokens)
             attachment.budget.observe(len(part.draft.tokens), len(part.kept), worth)
         waited_s = attachment.wait.settle(
@@ -288,16 +288,18 @@ class PassRunner:
             tokens=len(result.tokens),
             pass_s=decode_s,
         )
-        # All sessions of the pass waited for its longer duration; each drafter answers for its candidates' share.
+        # For its longer duration likewise; each drafter answers for its candidates' share.
         longer_s = max(0.0, decode_s - plain_s) * sessions * len(part.kept) / nodes if nodes else 0.0
         attachment.guard.record(
             committed_len,
             gained_s=len(result.accepted_nodes) * plain_s,
-            cost_s=longer_s + waited_s + attachment.overhead_s,
+            cost_s=longer_s + waited_s + drafting_s,
             decode_s=decode_s,
             plain_s=plain_s,
         )
         attachment.overhead_s = 0.0
+        if attachment.is_quiet:
+            _end_rest_if_text_repeats(part.live, attachment)
         in_vain = attachment.wait.exhausted or attachment.wait.granted_s == 0
         if part.draft is None and attachment.owes and in_vain and not attachment.guard.paused:
             attachment.guard.pause(committed_len)  # whom one does not wait for should not be asked
@@ -314,9 +316,10 @@ class PassRunner:
         )
 
 
-def _worth_drafting(draft: Draft, kept: Sequence[int], attachment: Attachment, plain_s: float) -> int:
-    """How many of the candidates that were verified can save more time than one has taken to be drafted."""
-    price = attachment.overhead_s / max(1, len(draft.tokens)) / plain_s
+def _worth_drafting(draft: Draft, kept: Sequence[int], attachment: Attachment, drafting: float) -> int:
+    """How many of the candidates that were verified can save more time than one has taken to be drafted, which took as
+    long as so many passes in all."""
+    price = drafting / max(1, len(draft.tokens))
     if price < LEAST_CHANCE:
         return len(kept)
     return worth_drafting(draft.parents, attachment.calibrator.probabilities(draft.log_probs), kept, price)
@@ -328,6 +331,11 @@ def _rests_on(part: Part, attachment: Attachment, result: PassResult) -> bool:
     if not attachment.is_quiet or part.draft is not None or result.finish is not None or result.top:
         return False
     return attachment.drafts.is_empty and not attachment.guard.is_due(part.live.session.committed_len)
+
+
+def _end_rest_if_text_repeats(live: LiveSession, attachment: Attachment) -> None:
+    if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
+        attachment.guard.end_rest(live.session.committed_len)
 
 
 def _prospect(live: LiveSession, draft: Draft | None) -> Prospect:

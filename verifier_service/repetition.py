@@ -9,7 +9,8 @@ from collections.abc import Sequence
 CONTEXT = 4  # tokens that must be the same for what followed them to be expected again
 STREAK = 8  # tokens in a row that were expected
 MOST_DOUBLINGS = 8
-_LOOKED_BACK = 512  # tokens of what is there already
+_LOOKED_BACK = 512  # tokens of what is there already, or came while nobody asked
+_REMEMBERED = 1 << 14  # contexts, of some 130 bytes each; then all are forgotten
 
 
 class Repetition:
@@ -28,8 +29,11 @@ class Repetition:
             tokens: the whole text; it only grows.
             failures: earlier tries that brought nothing: each doubles what is long enough.
         """
-        if not self._seen:
-            self._seen = max(CONTEXT, len(tokens) - _LOOKED_BACK)
+        begin = max(CONTEXT, len(tokens) - _LOOKED_BACK)
+        if begin > self._seen:
+            self._seen, self._streak, self._is_told = begin, 0, False
+        if len(self._after) > _REMEMBERED:
+            self._after = {}
         after = self._after
         for place in range(self._seen, len(tokens)):
             context, token = tuple(tokens[place - CONTEXT : place]), tokens[place]

@@ -231,6 +231,7 @@ class Roster:
         if live.attachment is not None:
             live.attachment.end.session_ids.discard(live.session_id)
             live.attachment.end.put(closed_item(live.session_id, reason))
+            live.attachment.guard.end()
             live.attachment = None
         self._engine.release(live.session)
 

@@ -255,7 +255,7 @@ class Scheduler:
         if wake_at is None:
             return
         self._look_around()  # no pass has run
-        if not worked and not self._is_done():
+        if not worked and not self._roster.newcomers and not self._is_done():
             self._mailbox.wait(self._sleep_until(wake_at))
 
     def _meanwhile(self) -> None:

@@ -5,7 +5,8 @@ and nothing more), and is tried again every `PROBE_EVERY` tokens for a few passe
 before what the last try has cost is its share of the time; sooner, if the text begins to repeat itself. What is
 allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 
-What sessions found is kept for their drafter's link: where the last ones all gave up, most new ones begin with a pause.
+What sessions found is kept for their drafter's link: where the last ones all gave up, or ended in the red, most new
+ones begin with a pause.
 """
 
 import math
@@ -28,19 +29,33 @@ _MOST_DOUBLINGS = 20
 
 
 class Reputation:
-    """What sessions of one link have made of its drafts: a new one need not try what all others tried in vain."""
+    """What sessions of one link have made of its drafts: a new one need not try what all others tried in vain.
+
+    Attributes:
+        woken_in_vain: tries in a row that something spoke for, and that brought nothing.
+    """
 
     def __init__(self) -> None:
         self._lost = 0
         self._spared = 0
+        self._short_s = 0.0
+        self.woken_in_vain = 0
 
     def won(self) -> None:
         """A session has gained something."""
-        self._lost = self._spared = 0
+        self._lost = self._spared = self.woken_in_vain = 0
 
-    def lost(self) -> None:
-        """A session has given up, for the time being."""
+    def lost(self, *, woken: bool) -> None:
+        """A session has given up, for the time being; perhaps after a try that something spoke for."""
         self._lost += 1
+        self.woken_in_vain += woken
+
+    def ended(self, balance_s: float, allowed_s: float) -> None:
+        """A session has ended before it gave up: those that were too short for that count together."""
+        self._short_s = min(self._short_s + balance_s, 0.0)
+        if self._short_s < -allowed_s:
+            self._short_s = 0.0
+            self.lost(woken=False)
 
     def spares(self) -> bool:
         """Whether a session that begins now should begin with a pause."""
@@ -62,7 +77,6 @@ class SpeedGuard:
         balance_s: gains less costs since the start, gains banked up to a limit.
         paused: whether the drafter should send nothing now.
         probing: whether it is being tried again.
-        failed_probes: tries in a row that brought nothing.
     """
 
     def __init__(
@@ -76,9 +90,11 @@ class SpeedGuard:
         self._decode_s = 0.0
         self._plain_s = math.inf
         self._probe_at = 0
-        self.failed_probes = 0
+        self._failed_probes = 0
         self._probe_passes = 0
         self._probe_balance_s = 0.0
+        self._woken = False
+        self._has_rested = False
         if not unconditional and self._reputation.spares():
             self._rest(committed_len, FIRST_REST * PROBE_EVERY)
 
@@ -106,9 +122,19 @@ class SpeedGuard:
         elif not self.paused and self.balance_s < self._lowest_s:
             self.pause(committed_len)
 
+    def end(self) -> None:
+        """The session has ended, or its drafter has left it."""
+        if not self._has_rested and not self._unconditional:
+            self._reputation.ended(self.balance_s, self._to_know_s)
+
     def rest(self, decode_s: float) -> None:
         """Account for a pass of a session whose drafter pauses, and did nothing for it."""
         self._decode_s += decode_s
+
+    @property
+    def failures(self) -> int:
+        """Tries in a row that brought nothing: this session's, or the link's that something spoke for."""
+        return max(self._failed_probes, self._reputation.woken_in_vain)
 
     @property
     def _lowest_s(self) -> float:
@@ -123,17 +149,18 @@ class SpeedGuard:
         is PROBE_SHARE of their time; up to a limit that doubles with every try, since one may have been disturbed."""
         if self._unconditional:
             return
-        self._reputation.lost()
+        self._reputation.lost(woken=self._woken)
         earned_back = math.ceil(lost_s / (PROBE_SHARE * self._plain_s))
-        most = PROBE_EVERY * FIRST_REST << min(self.failed_probes, _MOST_DOUBLINGS)
+        most = PROBE_EVERY * FIRST_REST << min(self._failed_probes, _MOST_DOUBLINGS)
         self._rest(committed_len, max(PROBE_EVERY, min(earned_back, most)))
 
     def _rest(self, committed_len: int, tokens: int) -> None:
-        self.paused, self.probing = True, False
+        self.paused, self.probing, self._woken, self._has_rested = True, False, False, True
         self._probe_at = committed_len + tokens
 
     def end_rest(self, committed_len: int) -> None:
         """Something speaks for the drafter: it is tried again as soon as may be."""
+        self._woken |= committed_len < self._probe_at
         self._probe_at = min(self._probe_at, committed_len)
 
     def is_due(self, committed_len: int) -> bool:
@@ -151,8 +178,9 @@ class SpeedGuard:
     def _end_probe(self, committed_len: int) -> None:
         self.probing = False
         if self._probe_balance_s > 0:
-            self.failed_probes = 0
+            self._woken = False
+            self._failed_probes = self._reputation.woken_in_vain = 0
             self.balance_s = max(self.balance_s, self._lowest_s)  # what probes cost is forgiven, no more
         else:
             self.pause(committed_len, -self._probe_balance_s)
-            self.failed_probes += 1
+            self._failed_probes += 1

@@ -48,3 +48,22 @@ def test_a_long_prompt_is_looked_at_from_near_its_end() -> None:
     assert not watch.begins([*range(100_000)], 0)
     assert len(watch._after) < 1000
     assert told_at([*range(5000), *range(4900, 4950)], prompt=5000) == [5000 + CONTEXT + STREAK]
+
+
+def test_what_came_while_nobody_asked_is_looked_at_from_near_its_end() -> None:
+    """As long as the drafter was asked: the thread would stand still over it."""
+    watch, text = Repetition(), [*range(100_000)]
+    assert not watch.begins(text[:1000], 0)
+    assert not watch.begins(text, 0)
+    assert len(watch._after) <= 2 * 512
+    assert watch.begins(text + text[-100:], 0), "and it goes on from there"
+
+
+def test_what_is_remembered_of_a_long_text_is_bounded() -> None:
+    watch, text = Repetition(), [*range(60_000)]
+    most = 0
+    for length in range(500, 60_001, 500):
+        assert not watch.begins(text[:length], 0)
+        most = max(most, len(watch._after))
+    assert most < 20_000
+    assert watch.begins(text + text[-100:], 0)

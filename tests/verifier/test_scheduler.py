@@ -55,6 +55,16 @@ def verifier(make_verifier: MakeVerifier) -> Scheduler:
     return make_verifier()
 
 
+def test_a_session_that_comes_in_the_middle_of_a_turn_does_not_wait_for_the_next_beat(
+    make_verifier: MakeVerifier,
+) -> None:
+    """Where passes do not run by themselves, it is opened before a pass is chosen: then there is something to do."""
+    verifier = make_verifier(HandClock())
+    coordinator = Coordinator(verifier)
+    session = verifier.ask(lambda: coordinator.start(PROMPT, max_tokens=3)).result()
+    assert len(coordinator.finish(session)) == 3
+
+
 def test_a_session_from_start_to_end(verifier: Scheduler) -> None:
     coordinator = Coordinator(verifier)
     session = coordinator.start(PROMPT, max_tokens=12)

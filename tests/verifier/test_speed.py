@@ -18,7 +18,7 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.repetition import STREAK, Repetition
 from specla.verifier_service.scheduler import Scheduler
-from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY
+from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY, Reputation
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
@@ -31,6 +31,8 @@ TABLE = {1: 0.0130, 2: 0.0138, 3: 0.0146, 5: 0.0165, 9: 0.0245, 17: 0.0430, 33: 
 class Drafter:
     """Drafts chains inside `wake`, each token right with a chance, and claims another one."""
 
+    top_k = 0
+
     def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, takes_s: float):
         self.text, self.right, self.claim, self.takes_s = text, right, claim, takes_s
         self.known: list[int] = []
@@ -42,7 +44,7 @@ class Drafter:
         self.link = verifier.connect_drafter(self.draft)
 
     def attach(self, session: bytes, token: bytes) -> None:
-        attach = verifier_pb2.Attach(attach_token=token)
+        attach = verifier_pb2.Attach(attach_token=token, top_k=self.top_k)
         self.link.send([DraftItem(session_id=session, seq=1, attach=attach)])
 
     def draft(self) -> None:
@@ -208,6 +210,43 @@ def test_what_the_study_of_a_prompt_takes_is_not_held_against_other_sessions(
     assert min(drafter.budgets) > 0, "it never pauses"
 
 
+class Crowd(Drafter):
+    """Drafts for several sessions of the same text, one after the other."""
+
+    def __init__(self, verifier: Scheduler, text: Sequence[int], *, right: float, claim: float, takes_s: float):
+        self.texts: dict[bytes, list[int]] = {}
+        super().__init__(verifier, text, right=right, claim=claim, takes_s=takes_s)
+
+    def hear(self, item: VerdictItem) -> None:
+        self.known = self.texts.setdefault(item.session_id, [])
+        super().hear(item)
+
+
+def run_crowd(verifier: Scheduler, text: list[int], drafter: Drafter | None, sessions: int = 4) -> float:
+    """Seconds until all of some sessions that run together have ended."""
+    coordinator = Coordinator(verifier)
+    ids = [coordinator.start(PROMPT, max_tokens=len(text), credit=0) for _ in range(sessions)]
+    for session in ids:
+        coordinator.wait_for(session, "prefilled")
+        if drafter is not None:
+            drafter.attach(session, coordinator.attach_token(session))
+    verifier.list_sessions()
+    began, credit = verifier._clock(), verifier_pb2.Credit(up_to_len=10**6)
+    coordinator.link.send([verifier_pb2.SessionCommand(session_id=session, credit=credit) for session in ids])
+    assert [coordinator.finish(session) for session in ids] == [text] * sessions
+    return verifier._clock() - began
+
+
+@pytest.mark.parametrize(("right", "takes_s"), [(0.0, 0.013), (0.6, 0.004), (0.9, 0.008), (0.9, 0.013)])
+def test_all_sessions_of_a_pass_wait_for_the_drafting_of_each(
+    verifier: Scheduler, text: list[int], right: float, takes_s: float
+) -> None:
+    """What gains where one session runs may cost the others more than it gains."""
+    plain_s = run_crowd(verifier, text, None)
+    spent_s = run_crowd(verifier, text, Crowd(verifier, text, right=right, claim=-0.4, takes_s=takes_s))
+    assert plain_s / spent_s >= 0.94
+
+
 def booked(verifier: Scheduler) -> dict[bytes, float]:
     """What drafting has taken that is yet to be accounted for."""
     return {live.session_id: live.attachment.overhead_s for live in verifier._roster if live.attachment is not None}
@@ -232,6 +271,25 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     found = booked(verifier)
     assert found[first] == before[first]
     assert found[second] >= 1.0, "it heard of a pass"
+
+
+def test_what_it_takes_to_be_told_a_prompt_is_no_other_sessions_where_it_begins_with_a_pause(
+    verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(verifier)
+    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
+    drafter = StudiousDrafter(verifier, text, right=1.0, claim=-0.01, takes_s=0.0003)
+    drafter.attach(first, coordinator.attach_token(first))
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 20))
+    coordinator.wait(lambda: len(coordinator.tokens(first)) == 20)
+    verifier.list_sessions()
+    before = booked(verifier)
+    monkeypatch.setattr(Reputation, "spares", lambda self: True)
+    drafter.studied = second
+    drafter.attach(second, coordinator.attach_token(second))
+    coordinator.wait(lambda: coordinator.events(second, "drafter_changed"))
+    verifier.list_sessions()
+    assert booked(verifier) == {**before, second: 0.0}
 
 
 def test_sessions_of_a_link_that_was_worthless_so_far_begin_with_a_pause(verifier: Scheduler, text: list[int]) -> None:
@@ -273,9 +331,11 @@ class Loops(Drafter):
         super().send(session, budget)
 
 
+@pytest.mark.parametrize("top_k", [0, 1])
 def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
-    run_with: RunWith, text: list[int], monkeypatch: pytest.MonkeyPatch
+    run_with: RunWith, text: list[int], monkeypatch: pytest.MonkeyPatch, top_k: int
 ) -> None:
+    """Also one for which something is kept of each pass."""
     watch, told = Repetition(), list[int]()
     for length in range(1, TOKENS + 1):
         if watch.begins([*PROMPT, *text[:length]], 0):
@@ -283,12 +343,47 @@ def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
     assert told
     assert told[0] < 100, "the text repeats itself before its drafter would be tried anyway"
     monkeypatch.setattr(Loops, "begin", told[0] - STREAK)
+    monkeypatch.setattr(Loops, "top_k", top_k)
     sooner_s, drafter = run_with(right=0.0, claim=-0.1, kind=Loops)
     assert drafter.probes == 1
     monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: False)
     later_s, _ = run_with(right=0.0, claim=-0.1, kind=Loops)
     assert PLAIN_S / sooner_s > 1.5
     assert later_s / sooner_s > 1.2
+
+
+def run_one_by_one(verifier: Scheduler, drafter: Drafter, prompt: list[int], wanted: list[int], sessions: int) -> float:
+    """Seconds that so many sessions took together."""
+    coordinator, spent_s = Coordinator(verifier), 0.0
+    for _ in range(sessions):
+        drafter.known = []
+        name = coordinator.start(prompt, max_tokens=len(wanted), credit=0)
+        coordinator.wait_for(name, "prefilled")
+        drafter.attach(name, coordinator.attach_token(name))
+        verifier.list_sessions()
+        began = verifier._clock()
+        coordinator.command(name, credit=verifier_pb2.Credit(up_to_len=10**6))
+        assert coordinator.finish(name) == wanted
+        spent_s += verifier._clock() - began
+    return spent_s
+
+
+def test_a_worthless_drafter_is_not_tried_again_in_each_of_many_texts_that_repeat_themselves(
+    verifier: Scheduler, text: list[int]
+) -> None:
+    """Short ones, for each of which its prompt speaks: what was tried in vain counts for all sessions of the link."""
+    loop = next(place for place in range(len(text)) if len(set(text[place : place + 30])) == 1)
+    drafter = Drafter(verifier, [-1] * 1000, right=0.0, claim=-0.1, takes_s=0.012)
+    prompt, wanted = [*PROMPT, *text[: loop + 12]], text[loop + 12 :][:16]
+    assert 40 * 16 * TABLE[1] / run_one_by_one(verifier, drafter, prompt, wanted, 40) >= 0.94
+
+
+@pytest.mark.parametrize("takes_s", [0.0013, 0.004])
+def test_a_worthless_drafter_costs_little_where_texts_end_before_it_pauses(
+    verifier: Scheduler, text: list[int], takes_s: float
+) -> None:
+    drafter = Drafter(verifier, text, right=0.0, claim=-0.1, takes_s=takes_s)
+    assert 80 * 6 * TABLE[1] / run_one_by_one(verifier, drafter, PROMPT, text[:6], 80) >= 0.94
 
 
 def test_what_the_host_does_for_each_pass_is_saved_with_it(

@@ -129,3 +129,54 @@ def test_what_a_links_sessions_have_made_of_its_drafts() -> None:
     assert [session(-1.0) for _ in range(LOST_IN_A_ROW - 1)] == [True] * (LOST_IN_A_ROW - 1)
     session(WON_PASSES * plain_s * 1.1)
     assert not SpeedGuard(10, reputation).paused, "losses count in a row"
+
+
+def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link() -> None:
+    """Not what was tried because it was due: that says nothing against the reason."""
+    reputation = Reputation()
+    first, second = SpeedGuard(10, reputation), SpeedGuard(10, reputation)
+    for guard in (first, second):
+        guard.record(20, gained_s=0.0, cost_s=1.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        assert guard.paused
+
+    def try_again(guard: SpeedGuard, length: int, net_s: float) -> None:
+        assert guard.start_probe_if_due(length)
+        for _ in range(PROBE_PASSES):
+            if guard.probing:
+                gained_s, cost_s = max(net_s, 0.0), max(-net_s, 0.0)
+                guard.record(length, gained_s=gained_s, cost_s=cost_s, decode_s=PLAIN_S, plain_s=PLAIN_S)
+
+    try_again(first, 20 + PROBE_EVERY, -1.0)
+    assert (first.failures, second.failures) == (1, 0)
+    for count in (1, 2):
+        first.end_rest(300)
+        try_again(first, 300, -1.0)
+        assert second.failures == count
+    second.end_rest(30)
+    try_again(second, 30, PLAIN_S)
+    assert (first.failures, second.failures) == (3, 0)
+
+
+def test_sessions_that_end_before_they_give_up_count_together() -> None:
+    reputation = Reputation()
+
+    def session(net_passes: float) -> None:
+        guard = SpeedGuard(10, reputation)
+        gained_s, cost_s = max(net_passes, 0.0) * PLAIN_S, max(-net_passes, 0.0) * PLAIN_S
+        guard.record(20, gained_s=gained_s, cost_s=cost_s, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        assert not guard.paused
+        guard.end()
+
+    for _ in range(100):
+        session(-1.4)
+        session(1.6)
+    assert not SpeedGuard(10, reputation).paused, "together they gain"
+    for _ in range(2 * LOST_IN_A_ROW):
+        session(-1.4)
+    assert SpeedGuard(10, reputation).paused
+    unconditional = Reputation()
+    for _ in range(100):
+        guard = SpeedGuard(10, unconditional, unconditional=True)
+        guard.record(20, gained_s=0.0, cost_s=PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        guard.end()
+    assert not SpeedGuard(10, unconditional).paused
