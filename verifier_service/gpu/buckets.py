@@ -10,6 +10,9 @@ from specla.kernels.topology import Topology
 TREE_ROWS = (1, 16, 32, 64, 129)
 """Rows of one session that buckets are made for."""
 
+FEW_ROWS = 64
+"""Passes of fewer rows take hardly less, so what is made for so many serves them, too."""
+
 PENDING = 16
 """Places for a session's pending factors; kernels are compiled for that many."""
 
@@ -46,8 +49,10 @@ def largest_bucket(sessions: int, tree_rows: int, most_rows: int, taps: int) -> 
 
 
 def usual_batches(sessions: int, max_rows: int, most_rows: int) -> list[list[Topology]]:
-    """Batches of trees whose buckets are made at the start: every number of sessions and size of tree that fits, and
-    the longest chain of known tokens.
+    """Batches of trees whose buckets are made at the start: every number of sessions and size of tree that fits, where
+    some sessions have no more than their root as well, and the longest chain of known tokens.
+
+    With these every pass finds a bucket of its sessions and trees that has no more than twice its rows, or FEW_ROWS.
 
     Args:
         sessions: the most at once.
@@ -58,10 +63,36 @@ def usual_batches(sessions: int, max_rows: int, most_rows: int) -> list[list[Top
     counts = [*(1 << i for i in range((sessions - 1).bit_length())), sessions]
     for rows in dict.fromkeys(min(size, max_rows) for size in TREE_ROWS):
         shapes = [_binary(rows)] if rows < 3 else [_binary(rows), _chain(rows)]
-        found += [[shape] * count for count in counts if count * rows <= most_rows for shape in shapes]
+        for count in counts:
+            if count * rows <= most_rows:
+                found += [[shape] * count for shape in shapes]
+            found += [_mixed(count, rows, total) for total in _totals(count, rows, most_rows)]
     if chain_rows(max_rows) > max_rows:  # known tokens have longer chains than drafts
         found.append([_chain(chain_rows(max_rows))])
     return found
+
+
+def _totals(count: int, rows: int, most_rows: int) -> list[int]:
+    """Rows of the mixed batches to make for so many sessions and trees of so many rows, beside a batch of trees alone:
+    each for passes of at least half as many, the least for all below."""
+    tree_rows = next(size for size in TREE_ROWS if size >= rows)
+    enough = max(FEW_ROWS, 2 * tree_rows, 2 * _power_of_two(count))
+    most = min(_power_of_two(count * rows), most_rows)
+    totals = [most] if count * rows > most_rows else []
+    while most > enough:
+        most = max(most // 4, _power_of_two(rows + count - 1))
+        totals.append(most)
+    return [total for total in totals if 0 < _trees_of(count, rows, total) < count]
+
+
+def _trees_of(count: int, rows: int, total: int) -> int:
+    return (total - count) // (rows - 1) if rows > 1 else 0
+
+
+def _mixed(count: int, rows: int, total: int) -> list[Topology]:
+    """As many trees as fit into so many rows of all sessions, the other sessions with their root."""
+    trees = _trees_of(count, rows, total)
+    return [_binary(rows)] * trees + [Topology.root_only()] * (count - trees)
 
 
 def _chain(rows: int) -> Topology:

@@ -12,6 +12,7 @@ from specla.kernels.gpu.adjusting import Changes, LogitEntries, adjust_logits
 from specla.kernels.gpu.pass_batch import Bucket
 from specla.kernels.gpu.sampling import sample
 from specla.kernels.gpu.selector import Choice
+from specla.verifier_service.gpu.buckets import FEW_ROWS
 from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.gpu.capture import captured
 from specla.verifier_service.gpu.forward import run_head, run_rows, sample_rows, verify_of
@@ -39,14 +40,15 @@ class PassKey(NamedTuple):
         return self.choice.kernel == "serial"
 
     def can_run_as(self, other: PassKey) -> bool:
-        """Whether such passes run on what was made for another key: with other programs, or up to twice the rows.
+        """Whether such passes run on what was made for another key: with other programs, or up to twice the rows, or
+        few.
 
         In exact mode their bits are the same.
         """
         mine, its = self.bucket, other.bucket
         alike = (other.samples, other.layers) == (self.samples, self.layers)
         alike &= (its.sessions, its.pending, its.taps) == (mine.sessions, mine.pending, mine.taps)
-        return alike and its.tree_rows >= mine.tree_rows and mine.rows <= its.rows <= 2 * mine.rows
+        return alike and its.tree_rows >= mine.tree_rows and mine.rows <= its.rows <= max(2 * mine.rows, FEW_ROWS)
 
     def apart_from(self, other: PassKey) -> tuple[int, int, int, bool]:
         """How much slower such passes may be on what was made for another key; the least is the best."""
