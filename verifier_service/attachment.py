@@ -38,6 +38,8 @@ class Attachment:
         owes: whether it was asked for a draft and has not answered.
         tops: the target's best tokens at positions from told_len on, if it asked for them.
         overhead_s: time its drafting took of the scheduler's thread since the last pass.
+        rested_s: time of passes during which it rested, yet to be accounted for.
+        look_at: length at which the text of a drafter that rests is looked at next.
     """
 
     def __init__(
@@ -67,12 +69,21 @@ class Attachment:
         self.owes = False
         self.tops: list[RowLogprobs] = []
         self.overhead_s = 0.0
+        self.rested_s = 0.0
+        self.look_at = 0
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
         self.guard = SpeedGuard(committed_len, reputation, unconditional=unconditional)
         self.repetition = Repetition()
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
+
+    def account_for_rest(self) -> None:
+        """Decode time earns allowances, also while the drafter rests."""
+        rested_s, self.rested_s = self.rested_s, 0.0
+        if rested_s:
+            self.wait.decode_s += rested_s
+            self.guard.rest(rested_s)
 
     @property
     def node_budget(self) -> int:

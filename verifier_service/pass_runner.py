@@ -21,6 +21,7 @@ from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Draft
 from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.repetition import LOOK_EVERY
 from specla.verifier_service.roster import LiveSession, Roster
 
 TELL_EVERY_S = 4e-3
@@ -259,9 +260,9 @@ class PassRunner:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
         decode_s = counted_s + self.times.between(ended.sessions)
         for live, attachment in ended.resting:
-            attachment.wait.decode_s += decode_s
-            attachment.guard.rest(decode_s)
-            _end_rest_if_text_repeats(live, attachment)
+            attachment.rested_s += decode_s
+            if len(live.session.tokens) >= attachment.look_at:
+                _end_rest_if_text_repeats(live, attachment)
 
     def _account(
         self,
@@ -276,6 +277,7 @@ class PassRunner:
         """Learn from the pass what this session's drafter is worth."""
         plain_s, decode_s = self.times.iteration(sessions, sessions), counted_s + self.times.between(sessions)
         committed_len = part.live.session.committed_len
+        attachment.account_for_rest()
         drafting_s = attachment.overhead_s * sessions  # as long as that all sessions of the pass waited
         if part.draft is not None:
             worth = _worth_drafting(part.draft, part.kept, attachment, drafting_s / plain_s)
@@ -330,10 +332,11 @@ def _rests_on(part: Part, attachment: Attachment, result: PassResult) -> bool:
     anew as soon as that is due: while the next pass runs would be too late for a draft of it."""
     if not attachment.is_quiet or part.draft is not None or result.finish is not None or result.top:
         return False
-    return attachment.drafts.is_empty and not attachment.guard.is_due(part.live.session.committed_len)
+    return attachment.drafts.is_empty and not attachment.guard.is_due(len(part.live.session.tokens))
 
 
 def _end_rest_if_text_repeats(live: LiveSession, attachment: Attachment) -> None:
+    attachment.look_at = len(live.session.tokens) + LOOK_EVERY
     if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
         attachment.guard.end_rest(live.session.committed_len)
 

@@ -144,6 +144,7 @@ class Roster:
 
     def refuse(self, session_id: bytes) -> None:
         """Remember that a session could not be opened: what was sent behind its Start needs no answer of its own."""
+        self._refused.pop(session_id, None)  # an id that comes again is the newest
         self._refused[session_id] = self._clock() + REMEMBERED_S
 
     def finish(self, live: LiveSession, finish: Finish) -> None:
@@ -180,10 +181,10 @@ class Roster:
                 self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
             elif not live.may_run and live.session.ready and live.moved_at + self._idle_timeout_s <= now:
                 self.fail(live, SessionCancelledError("the session stood still", hint="Grant credit, or stop it"))
-        for session_id in [key for key, (_, until) in self._ended.items() if until <= now]:
-            del self._ended[session_id]
-        for session_id in [key for key, until in self._refused.items() if until <= now]:
-            del self._refused[session_id]
+        while self._ended and next(iter(self._ended.values()))[1] <= now:  # the oldest is the first
+            del self._ended[next(iter(self._ended))]
+        while self._refused and next(iter(self._refused.values())) <= now:
+            del self._refused[next(iter(self._refused))]
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do at the earliest."""

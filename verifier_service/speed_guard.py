@@ -124,7 +124,9 @@ class SpeedGuard:
 
     def end(self) -> None:
         """The session has ended, or its drafter has left it."""
-        if not self._has_rested and not self._unconditional:
+        if self.probing and self._probe_balance_s < 0:
+            self._reputation.lost(woken=self._woken)  # the rest of the try would hardly have changed that
+        elif not self._has_rested and not self._unconditional:
             self._reputation.ended(self.balance_s, self._to_know_s)
 
     def rest(self, decode_s: float) -> None:

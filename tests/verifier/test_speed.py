@@ -16,7 +16,7 @@ from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, VerdictItem
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
-from specla.verifier_service.repetition import STREAK, Repetition
+from specla.verifier_service.repetition import LEAST, Repetition
 from specla.verifier_service.scheduler import Scheduler
 from specla.verifier_service.speed_guard import ALLOWED_S, LOST_IN_A_ROW, PROBE_EVERY, TRIED_ANYWAY, Reputation
 
@@ -342,7 +342,7 @@ def test_a_drafter_that_rests_is_tried_when_the_text_begins_to_repeat_itself(
             told.append(length)
     assert told
     assert told[0] < 100, "the text repeats itself before its drafter would be tried anyway"
-    monkeypatch.setattr(Loops, "begin", told[0] - STREAK)
+    monkeypatch.setattr(Loops, "begin", told[0] - LEAST)
     monkeypatch.setattr(Loops, "top_k", top_k)
     sooner_s, drafter = run_with(right=0.0, claim=-0.1, kind=Loops)
     assert drafter.probes == 1

@@ -180,3 +180,26 @@ def test_sessions_that_end_before_they_give_up_count_together() -> None:
         guard.record(20, gained_s=0.0, cost_s=PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
         guard.end()
     assert not SpeedGuard(10, unconditional).paused
+
+
+def test_a_try_that_the_texts_end_cuts_short_counts_as_far_as_it_went() -> None:
+    reputation = Reputation()
+    for _ in range(LOST_IN_A_ROW):
+        assert not reputation.spares()
+        guard = SpeedGuard(10, reputation)
+        guard.record(11, gained_s=0.0, cost_s=1.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        reputation.won()
+        guard.end_rest(12)
+        assert guard.start_probe_if_due(12)
+        guard.record(13, gained_s=0.0, cost_s=0.1 * PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        assert guard.probing
+        guard.end()
+        assert guard.failures == 1, "something had spoken for it"
+    good = SpeedGuard(10, reputation)
+    good.pause(10)
+    good.end_rest(10)
+    assert good.start_probe_if_due(10)
+    good.record(12, gained_s=PLAIN_S, cost_s=0.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
+    failures = good.failures
+    good.end()
+    assert good.failures == failures
