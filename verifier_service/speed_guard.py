@@ -10,6 +10,7 @@ ones begin with a pause.
 """
 
 import math
+import random
 
 ALLOWED_SHARE = 0.025  # of decode time: keeps at least 0.97 of plain decoding's speed
 ALLOWED_PASSES = 2.0  # plain ones, beside that, to get to know the drafter
@@ -23,7 +24,7 @@ PROBE_PASSES = 4
 PROBE_BUDGET = 7  # candidates
 WON_PASSES = 2.0  # plain ones: who has gained so much is worth a try in the next session, too
 LOST_IN_A_ROW = 4  # pauses without such a gain between them, after which new sessions begin with a pause
-TRIED_ANYWAY = 8  # each such session but every eighth
+TRIED_ANYWAY = 8  # of so many such sessions one, drawn, is tried all the same: requests may come in a rhythm
 
 _MOST_DOUBLINGS = 20
 
@@ -38,12 +39,14 @@ class Reputation:
     def __init__(self) -> None:
         self._lost = 0
         self._spared = 0
+        self._draw = random.Random(0)
+        self._tried = 0  # which of the next TRIED_ANYWAY
         self._short_s = 0.0
         self.woken_in_vain = 0
 
     def won(self) -> None:
         """A session has gained something."""
-        self._lost = self._spared = self.woken_in_vain = 0
+        self._lost = self.woken_in_vain = 0
 
     def lost(self, *, woken: bool) -> None:
         """A session has given up, for the time being; perhaps after a try that something spoke for."""
@@ -61,8 +64,11 @@ class Reputation:
         """Whether a session that begins now should begin with a pause."""
         if self._lost < LOST_IN_A_ROW:
             return False
+        place = self._spared % TRIED_ANYWAY
         self._spared += 1
-        return self._spared % TRIED_ANYWAY != 0
+        if place == 0:
+            self._tried = self._draw.randrange(TRIED_ANYWAY)
+        return place != self._tried
 
 
 class SpeedGuard:
