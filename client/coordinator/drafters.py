@@ -48,6 +48,8 @@ class DrafterMember:
 
     def attached(self) -> None:
         """It works."""
+        if self._failures:
+            log.info("drafter back", drafter=self.name)
         self._failures = 0
 
 

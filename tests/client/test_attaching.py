@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from coordinating import coordinator, request, tell, text_of, until
 from scripted_verifier import ScriptedDrafter, ScriptedVerifier
+from structlog.testing import capture_logs
 
 from specla.client.coordinator.drafters import Attaching, DrafterMember
 from specla.rpc.errors import InvalidRequestError
@@ -118,3 +119,13 @@ def test_a_failing_one_is_put_aside_for_longer_each_time() -> None:
     member.attached()
     member.failed(100.0)
     assert member.not_before == 102.0
+
+
+def test_a_drafter_that_is_back_is_said_once() -> None:
+    member = DrafterMember(ScriptedDrafter("lookup"), retry=1.0)
+    with capture_logs() as told:
+        member.attached()
+        member.failed(10.0)
+        member.attached()
+        member.attached()
+    assert [(line["event"], line["drafter"]) for line in told] == [("drafter back", "lookup")]
