@@ -193,17 +193,27 @@ def test_a_drafter_whose_drafts_are_refused_costs_next_to_nothing(run_with: RunW
     assert PLAIN_S / spent_s >= 0.94
 
 
+def one_goes_first(verifier: Scheduler, drafter: Drafter, tokens: int) -> tuple[Coordinator, bytes, bytes]:
+    """Two sessions, one of which has a drafter and so many tokens."""
+    coordinator = Coordinator(verifier)
+    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
+    drafter.attach(first, coordinator.attach_token(first))
+    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + tokens))
+    coordinator.wait(lambda: len(coordinator.tokens(first)) == tokens)
+    return coordinator, first, second
+
+
+def attach_to_study(drafter: StudiousDrafter, coordinator: Coordinator, session: bytes) -> None:
+    drafter.studied = session
+    drafter.attach(session, coordinator.attach_token(session))
+
+
 def test_what_the_study_of_a_prompt_takes_is_not_held_against_other_sessions(
     verifier: Scheduler, text: list[int]
 ) -> None:
-    coordinator = Coordinator(verifier)
-    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
     drafter = StudiousDrafter(verifier, text, right=1.0, claim=-0.01, takes_s=0.0003)
-    drafter.attach(first, coordinator.attach_token(first))
-    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + TOKENS // 2))
-    coordinator.wait(lambda: len(coordinator.tokens(first)) == TOKENS // 2)
-    drafter.studied = second
-    drafter.attach(second, coordinator.attach_token(second))
+    coordinator, first, second = one_goes_first(verifier, drafter, TOKENS // 2)
+    attach_to_study(drafter, coordinator, second)
     verifier.list_sessions()
     coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=10**6))
     assert coordinator.finish(first) == text
@@ -255,16 +265,11 @@ def booked(verifier: Scheduler) -> dict[bytes, float]:
 def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
     verifier: Scheduler, text: list[int]
 ) -> None:
-    coordinator = Coordinator(verifier)
-    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
     drafter = StudiousDrafter(verifier, text, right=0.0, claim=-0.01, takes_s=0.0003)
-    drafter.attach(first, coordinator.attach_token(first))
-    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 20))
-    coordinator.wait(lambda: len(coordinator.tokens(first)) == 20)
+    coordinator, first, second = one_goes_first(verifier, drafter, 20)
     assert drafter.budgets[-1] == 0
     before = booked(verifier)
-    drafter.studied = second
-    drafter.attach(second, coordinator.attach_token(second))
+    attach_to_study(drafter, coordinator, second)
     coordinator.command(second, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 1))
     coordinator.wait(lambda: len(coordinator.tokens(second)) == 1)
     verifier.list_sessions()
@@ -276,17 +281,12 @@ def test_what_a_drafter_takes_is_not_booked_on_sessions_for_which_it_rests(
 def test_what_it_takes_to_be_told_a_prompt_is_no_other_sessions_where_it_begins_with_a_pause(
     verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = Coordinator(verifier)
-    first, second = (coordinator.start(PROMPT, max_tokens=TOKENS, credit=0) for _ in range(2))
     drafter = StudiousDrafter(verifier, text, right=1.0, claim=-0.01, takes_s=0.0003)
-    drafter.attach(first, coordinator.attach_token(first))
-    coordinator.command(first, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 20))
-    coordinator.wait(lambda: len(coordinator.tokens(first)) == 20)
+    coordinator, _, second = one_goes_first(verifier, drafter, 20)
     verifier.list_sessions()
     before = booked(verifier)
     monkeypatch.setattr(Reputation, "spares", lambda self: True)
-    drafter.studied = second
-    drafter.attach(second, coordinator.attach_token(second))
+    attach_to_study(drafter, coordinator, second)
     coordinator.wait(lambda: coordinator.events(second, "drafter_changed"))
     verifier.list_sessions()
     assert booked(verifier) == {**before, second: 0.0}

@@ -129,10 +129,11 @@ def test_too_much_pending_is_said_before_anything_is_done(tiny_target_of: Callab
         pools.slots[0].clear()
         assert host.put(lineup, range(rows), [5]) is NO_CHANGES
         pools.slots[0].accept(range(pending), state_written=False)
+        in_use = 1 + pools.rows + pools.kept  # words of each pool: what is pending, and the history
         before = pools.words.copy()
         for _ in range(2):
             assert (host.put(lineup, range(rows), [5]) is NO_CHANGES) == fits
-            np.testing.assert_array_equal(pools.words[:, : 1 + pools.rows], before[:, : 1 + pools.rows])
+            np.testing.assert_array_equal(pools.words[:, :in_use], before[:, :in_use])
 
 
 @torch.inference_mode()
