@@ -85,7 +85,8 @@ def _tiles(sessions: int, rows: int) -> list[AnyTile]:
         return [HeldTile(4), HeldTile(2)]
     if sessions == 1:
         return [HeldTile(4), HeldTile(2), HeldTile(1)]
-    return [StreamedTile(32, 3, 128), StreamedTile(32, 3), StreamedTile(64, 3), StreamedTile(64, 4), HeldTile(4)]
+    streams = [StreamedTile(32, 4, 128), StreamedTile(32, 3, 128), StreamedTile(32, 3), StreamedTile(64, 4)]
+    return [*streams, HeldTile(4)]
 
 
 def best(times: dict[Choice, float], mode: Mode) -> Choice:

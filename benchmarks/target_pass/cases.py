@@ -1,7 +1,7 @@
 """One case: so many sessions with trees of so many rows, pass after pass as the engine would run them.
 
 What a pass has to commit, and whether it stores the states, follows the backend's own rule. That makes a cycle of a
-few different passes (plain decoding stores once in eight), each a captured graph of its own; a sample is the time of
+few different passes (plain decoding stores once in five), each a captured graph of its own; a sample is the time of
 whole cycles over their passes. Nothing between two passes is counted: that is the host's part, which is measured
 apart (host.py).
 """
@@ -20,12 +20,12 @@ from specla.benchmarks.kernels.timing import HEAD_START
 from specla.benchmarks.kernels.topologies import eagle_like, tree
 from specla.kernels.gpu.adjusting import LogitEntries
 from specla.kernels.gpu.factor_pool import PoolRows
-from specla.kernels.gpu.pass_batch import SessionPass
+from specla.kernels.gpu.pass_batch import SessionPass, stores
 from specla.kernels.gpu.selector import Choice, LayerShape, Mode, Selector
 from specla.kernels.sampling import RowSampling, SessionSampling
 from specla.kernels.sampling_params import SamplingParams
 from specla.kernels.topology import Topology
-from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of
+from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, bucket_of, worth_waiting
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.store import GpuStore
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -69,20 +69,22 @@ class Step(NamedTuple):
     write_state: bool
 
 
-def steps_of(topology: Topology, pool: int, taps: int) -> list[Step]:
+def steps_of(topology: Topology, pool: int, taps: int, worth: int) -> list[Step]:
     """The passes of one cycle once it repeats, by the backend's rule.
 
     Args:
         topology: of every pass.
         pool: rows of a session's pool.
         taps: of the convolution.
+        worth: how many accepted rows are worth waiting.
     """
     rows, accepted = PoolRows(pool, taps), min(ACCEPTED, len(topology))
     found: list[Step] = []
+    count, depth = len(topology), len(topology.levels)
     while True:
         pending = list(rows.pending)
-        write = len(pending) + len(topology.levels) > MOST_PENDING
-        taken = rows.take(len(topology))
+        write = stores(len(pending), depth, count, pool, PENDING, MOST_PENDING, worth)
+        taken = rows.take(count)
         found.append(Step(taken, pending, list(rows.history), write))
         if write:
             rows.flushed()
@@ -189,7 +191,8 @@ def cycle_of(bench: Bench, case: Case) -> Cycle:
     key = bench.key(case)
     arena = bench.arena_of(key)
     runs = []
-    for step in steps_of(case.topology, bench.store.pools.g.shape[2], bench.weights.config.conv_size):
+    worth, pool = worth_waiting(serial=key.serial), bench.store.pools.g.shape[2]
+    for step in steps_of(case.topology, pool, bench.weights.config.conv_size, worth):
         run = PassRun(bench.weights, bench.store, key, arena, bench.entries, bench.pool)
         fill(run, case, step, bench.weights.config.vocab_size)
         runs.append(run)

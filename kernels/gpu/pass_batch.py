@@ -194,16 +194,19 @@ class PassBatch:
             at += len(session.pool_rows)
         self._upload.send()
 
-    def put(self, topologies: tuple[Topology, ...], slots: Ints, pools: PoolTable, most_pending: int) -> bool:
+    def put(
+        self, topologies: tuple[Topology, ...], slots: Ints, pools: PoolTable, most_pending: int, worth: int
+    ) -> bool:
         """`fill` without its checks, for sessions whose pools a table knows: they get free rows there.
 
-        The state of a session is stored if this pass could make more than `most_pending` rows pending.
+        Whose state is stored is for `stores` to say.
 
         Args:
             topologies: one a session.
             slots: int32 [sessions].
             pools: of all slots.
             most_pending: accepted rows of a session that may wait and leave its pool enough for any pass.
+            worth: how many are worth waiting.
 
         Returns:
             Whether it was done: not where a session has more pending than the bucket has places, or so much that its
@@ -226,6 +229,7 @@ class PassBatch:
             pools.kept,
             self.bucket.pending,
             most_pending,
+            worth,
         )
         if done < 0:
             raise ValueError("the pools have no rows left for this pass: give them more, or let fewer be pending")
@@ -342,6 +346,23 @@ def _check(sessions: Sequence[SessionPass], bucket: Bucket) -> None:
 
 
 @compiled
+def stores(waiting: int, depth: int, count: int, rows: int, places: int, most_pending: int, worth: int) -> bool:
+    """Whether a session's pass stores its state: so many rows wait, or there could be more behind it than there is room
+    for, with another such tree.
+
+    Args:
+        waiting: rows that are pending.
+        depth: rows of its tree's longest path.
+        count: of its tree.
+        rows: of its pool.
+        places: for pending rows.
+        most_pending: as many leave its pool enough for any tree.
+        worth: as many are worth waiting.
+    """
+    return bool(waiting > worth or waiting + depth > min(places, max(most_pending, rows - count)))
+
+
+@compiled
 def put_pools(
     words: Any,
     first: Any,
@@ -352,6 +373,7 @@ def put_pools(
     kept: int,
     places: int,
     most_pending: int,
+    worth: int,
 ) -> int:
     """What a pass reads of its sessions' pools, and free rows of them for the pass; see `PassBatch.put`.
 
@@ -363,7 +385,7 @@ def put_pools(
         table: `PoolTable.words`, with pools of `rows` rows, `kept` of which are read for a window.
         rows, kept: see there.
         places: a session's pending places.
-        most_pending: accepted rows of a session that may wait and leave its pool enough for any pass.
+        most_pending, worth: see `stores`.
 
     Returns:
         1; 0 where a session has more pending than there are places, or more than `most_pending` and too few rows free,
@@ -380,7 +402,7 @@ def put_pools(
         own, waiting, at = table[slots[b]], table[slots[b], 0], words[row_start + b]
         count = words[row_start + b + 1] - at
         words[pending_len + b] = waiting
-        words[write_state + b] = waiting + depths[b] > most_pending
+        words[write_state + b] = stores(waiting, depths[b], count, rows, places, most_pending, worth)
         for i in range(places):
             words[pending + b * places + i] = own[1 + i] if i < waiting else 0
         for i in range(kept):

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 from specla.benchmarks.target_pass.cases import ACCEPTED, Case, steps_of
 from specla.benchmarks.target_pass.goals import LIBRARY, OURS, Measured, goals
 from specla.benchmarks.target_pass.model import RandomTensors
-from specla.kernels.topology import Topology
-from specla.verifier_service.gpu.buckets import MOST_PENDING
+from specla.kernels.gpu.pass_batch import stores
+from specla.verifier_service.gpu.buckets import MOST_PENDING, PENDING, worth_waiting
 from specla.verifier_service.gpu.store import pool_rows
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 
@@ -23,24 +23,29 @@ SMALL = GatedDeltaNetConfig(
 )
 
 
+@pytest.mark.parametrize("worth", [worth_waiting(serial=True), worth_waiting(serial=False)])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-def test_a_cycle_is_what_the_backend_would_run_over_and_over(rows: int) -> None:
+def test_a_cycle_is_what_the_backend_would_run_over_and_over(rows: int, worth: int) -> None:
     topology = Case(1, rows, "exact").topology
     assert len(topology) == rows
-    steps = steps_of(topology, pool_rows(rows, MOST_PENDING, TAPS), TAPS)
+    pool = pool_rows(64, MOST_PENDING, TAPS)
+    steps = steps_of(topology, pool, TAPS, worth)
     accepted = min(ACCEPTED, rows)
     assert [step.write_state for step in steps] == [False] * (len(steps) - 1) + [True]
     for i, step in enumerate(steps):
         assert len(step.pool_rows) == rows
         assert set(step.pool_rows).isdisjoint([*step.pending, *step.history])
-        assert len(step.pending) == (i + 1) * accepted <= MOST_PENDING
+        assert len(step.pending) == (i + 1) * accepted <= PENDING
+        assert step.write_state == stores(len(step.pending), len(topology.levels), rows, pool, PENDING, MOST_PENDING, worth)
         assert step.pending[-accepted:] == steps[i - 1].pool_rows[:accepted] or i == 0
         assert -1 not in step.history
-    assert len(steps) == max(1, 1 + (MOST_PENDING - len(topology.levels)) // accepted)
 
 
-def test_plain_decoding_stores_once_in_eight() -> None:
-    assert len(steps_of(Topology.root_only(), pool_rows(1, MOST_PENDING, TAPS), TAPS)) == 8
+@pytest.mark.parametrize(("rows", "serial", "once_in"), [(1, True, 5), (1, False, 16), (16, True, 2), (16, False, 4)])
+def test_how_often_a_state_is_stored(rows: int, serial: bool, once_in: int) -> None:
+    """The more rows may wait, the more seldom; fewer where each of them takes its own time."""
+    topology, worth = Case(1, rows, "exact").topology, worth_waiting(serial=serial)
+    assert len(steps_of(topology, pool_rows(64, MOST_PENDING, TAPS), TAPS, worth)) == once_in
 
 
 def test_goals_are_met_by_what_was_measured_alone() -> None:

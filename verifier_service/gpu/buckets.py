@@ -17,10 +17,10 @@ PENDING = 16
 """Places for a session's pending factors; kernels are compiled for that many."""
 
 MOST_PENDING = 8
-"""Accepted rows that may wait while a session's next pass runs; what exceeds it is applied to the state before.
+"""Accepted rows for which a session's pool has room beside any pass; each costs it 1.2% of its state (K = V = 256)."""
 
-A pass stores the state only if its own rows could make more of them: plain decoding once in eight passes. Each row
-costs a session 1.2% of its state (K = V = 256)."""
+_FEW_PENDING = 4
+"""Accepted rows that are worth waiting where each is applied by itself."""
 
 _FEWEST_CHAIN_ROWS, _MOST_CHAIN_ROWS = 16, 64
 
@@ -28,6 +28,15 @@ _FEWEST_CHAIN_ROWS, _MOST_CHAIN_ROWS = 16, 64
 def chain_rows(max_rows: int) -> int:
     """Up to how many known tokens run as one chain, where a pass has `max_rows` rows of one session."""
     return min(_MOST_CHAIN_ROWS, max(_FEWEST_CHAIN_ROWS, max_rows))
+
+
+def worth_waiting(*, serial: bool) -> int:
+    """With how many accepted rows waiting a pass does not store a session's state yet, if there is room.
+
+    The factorised kernel applies a few or many in the same product, the serial ones each by itself: from the fifth on
+    that costs more than storing the state less often saves (see docs/decisions.md).
+    """
+    return _FEW_PENDING if serial else PENDING
 
 
 def bucket_of(topologies: Sequence[Topology], most_rows: int, taps: int, groups: int) -> Bucket:

@@ -19,7 +19,7 @@ from specla.kernels.gpu.pass_batch import put_pools
 from specla.kernels.jit import compiled
 from specla.kernels.tree import TreeBatch
 from specla.verifier_service.acceptance import Walks, walk, walk_words
-from specla.verifier_service.gpu.buckets import MOST_PENDING
+from specla.verifier_service.gpu.buckets import MOST_PENDING, worth_waiting
 from specla.verifier_service.gpu.buffers import PassBuffers
 from specla.verifier_service.lineup import Lineup
 
@@ -43,13 +43,15 @@ class HostSide:
         self._token_view = self._row_tokens.view(np.uint32).data
         self._sampled: Ints = buffers.sampled.numpy()
         self._walked: Ints = np.empty(walk_words(rows), np.int32)
+        self._worth = worth_waiting(serial=buffers.serial)
         self._lineup: Lineup | None = None
         self._adjusts = False
         self.slots: Ints = np.empty(0, np.int32)
         self._depths, self._lengths = self.slots, self.slots
         self._length_view = self._lengths.view(np.uint32).data
         # Over no session, so that both are compiled before a pass needs them.
-        _refill(words, self._firsts, *[self.slots] * 3, pools.words, pools.rows, pools.kept, buffers.bucket.pending)
+        places = buffers.bucket.pending, self._worth
+        _refill(words, self._firsts, *[self.slots] * 3, pools.words, pools.rows, pools.kept, *places)
         _take_walks(pools.words, self.slots, self._walked, pools.rows, pools.kept)
 
     def put(self, lineup: Lineup, row_tokens: Sequence[int], lengths: Sequence[int]) -> Changes | None:
@@ -84,6 +86,7 @@ class HostSide:
             pools.rows,
             pools.kept,
             buffers.bucket.pending,
+            self._worth,
         )
         assert done >= 0, "the pools have had rows for such a pass before"
         if not done:
@@ -98,7 +101,7 @@ class HostSide:
         """All of it, whatever was there."""
         buffers, trees, self._lineup = self._buffers, lineup.batch.topologies, None
         self.slots = np.array(lineup.slots, np.int32)
-        if not buffers.batch.put(trees, self.slots, self._pools, MOST_PENDING):
+        if not buffers.batch.put(trees, self.slots, self._pools, MOST_PENDING, self._worth):
             return None
         buffers.put_tokens(row_tokens)
         sampling = lineup.sampling(row_tokens, lengths)
@@ -154,9 +157,10 @@ def _refill(
     rows: int,
     kept: int,
     places: int,
+    worth: int,
 ) -> int:
     """Of what `PassBatch.put` writes, all that changes from pass to pass, and the rows' positions; as `put_pools`."""
-    done: int = put_pools(words, firsts, slots, depths, table, rows, kept, places, MOST_PENDING)
+    done: int = put_pools(words, firsts, slots, depths, table, rows, kept, places, MOST_PENDING, worth)
     if done > 0:
         row_start, depth, position = firsts[0], firsts[6], firsts[7]
         for b in range(len(slots)):

@@ -34,7 +34,7 @@ CASES: list[tuple[Dims, tuple[int, ...], Kernel]] = [
     *((dims, sizes, factorised_tile(max(sizes))) for dims in USUAL + OTHER for sizes in (SMALL, LARGE)),
     *((dims, SMALL, HeldTile(warps)) for dims in USUAL for warps in (1, 4)),
     *((dims, LARGE, HeldTile(warps)) for dims in USUAL for warps in (2, 4)),
-    *((dims, SMALL, tile) for dims in USUAL for tile in (StreamedTile(32, 3, 128), StreamedTile(64, 3))),
+    *((dims, SMALL, tile) for dims in USUAL for tile in (StreamedTile(32, 3, 128), StreamedTile(32, 4, 128))),
 ]
 
 Launch = Callable[[bool], None]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tree_cases import chain, random_tree
 
 from specla.kernels.gpu.factor_pool import PoolRows, PoolTable
-from specla.kernels.gpu.pass_batch import ZEROS, Bucket, PassBatch, SessionPass
+from specla.kernels.gpu.pass_batch import ZEROS, Bucket, PassBatch, SessionPass, stores
 from specla.kernels.gpu.schedule import schedule
 from specla.kernels.topology import MAX_ROWS, Topology
 
@@ -224,10 +224,10 @@ def in_use(pool: PoolRows) -> int:
     return len({*pool.pending, *pool.history} - {ZEROS})
 
 
-@given(st.integers(0, 1 << 30), st.integers(1, 5))
-def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int) -> None:
+@given(st.integers(0, 1 << 30), st.integers(1, 5), st.sampled_from([2, 4, 8]))
+def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int, many: int) -> None:
     """Pass after pass of random sessions: the same words as `fill` makes of their lists, and the same pools."""
-    drawn, size, most = random.Random(seed), 24, 4
+    drawn, size, most = random.Random(seed), 15, 4
     bucket = Bucket(sessions=3, rows=24, tree_rows=8, pending=8, taps=taps, groups=2)
     table, plain = PoolTable(5, size, taps), [PoolRows(size, taps) for _ in range(5)]
     put, wanted = PassBatch(bucket, "cpu"), PassBatch(bucket, "cpu")
@@ -235,7 +235,7 @@ def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int) -
         slots = drawn.sample(range(5), drawn.randint(1, 3))
         trees = tuple(random_tree(drawn, drawn.randint(1, 8)) for _ in slots)
         chosen = np.array(slots, np.int32)
-        done = put.put(trees, chosen, table, most)
+        done = put.put(trees, chosen, table, most, many)
         assert done == all(
             len(plain[slot].pending) <= most
             or (len(plain[slot].pending) <= bucket.pending and len(tree) <= size - in_use(plain[slot]))
@@ -246,7 +246,10 @@ def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int) -
                 table.slots[slot].flushed()
                 plain[slot].flushed()
             continue
-        writes = [len(plain[slot].pending) + len(tree.levels) > most for slot, tree in zip(slots, trees, strict=True)]
+        writes = [
+            stores(len(plain[slot].pending), len(tree.levels), len(tree), size, bucket.pending, most, many)
+            for slot, tree in zip(slots, trees, strict=True)
+        ]
         taken = [plain[slot].take(len(tree)) for slot, tree in zip(slots, trees, strict=True)]
         wanted.fill(
             [
@@ -274,4 +277,23 @@ def test_what_a_table_of_pools_puts_is_what_is_filled_in(seed: int, taps: int) -
 def test_a_table_without_rows_for_a_pass() -> None:
     table, batch = PoolTable(1, 4, 4), PassBatch(BUCKET, "cpu")
     with pytest.raises(ValueError, match="no rows left"):
-        batch.put((FORK,), np.zeros(1, np.int32), table, 4)
+        batch.put((FORK,), np.zeros(1, np.int32), table, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("worth", "rows", "count", "depth", "first"),
+    [
+        (4, 72, 1, 1, 5),  # more than are worth waiting, although there is room
+        (16, 72, 16, 1, 16),  # there are places for 16
+        (16, 72, 16, 6, 11),
+        (16, 24, 16, 6, 3),  # any tree finds room beside 8
+        (16, 24, 10, 6, 9),  # such a tree beside 14
+        (16, 16, 16, 6, 3),
+    ],
+)
+def test_from_how_many_waiting_rows_on_a_state_is_stored(
+    worth: int, rows: int, count: int, depth: int, first: int
+) -> None:
+    assert [stores(waiting, depth, count, rows, 16, 8, worth) for waiting in range(17)] == [
+        waiting >= first for waiting in range(17)
+    ]

@@ -79,7 +79,7 @@ def fast_tiles(layer: Layer) -> list[AnyTile]:
     """The general form, and on a GPU all others that the layer and its bucket can have."""
     dims, bucket = layer.dims, layer.batch.bucket
     others: list[AnyTile] = [*(HeldTile(n) for n in (1, 2, 4))]
-    others += [StreamedTile(32, 3, 128), StreamedTile(64, 3), StreamedTile(64, 4)]
+    others += [StreamedTile(32, 3, 128), StreamedTile(32, 4, 128), StreamedTile(64, 4)]
     widths = dims.key_width, dims.value_width
     return [factorised_tile(bucket.tree_rows), *(t for t in others if not why_unfit(t, bucket, *widths, dims.dtype))]
 
