@@ -1,6 +1,7 @@
 """`specla bench`: every figure of the documents comes from one of these commands."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -104,7 +105,7 @@ def identity(
                     generators[join] = stack.enter_context(
                         Local(
                             verifier=config,
-                            drafters=[DrafterConfig(name=name, max_nodes=max_nodes) for name in drafting],
+                            drafters=[replace(one, max_nodes=max_nodes) for one in DrafterConfig.of_names(drafting)],
                         )
                     )
                 else:

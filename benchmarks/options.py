@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
-from specla.drafter_service.config import BY_NAME
+from specla.drafter_service.config import DrafterConfig
+from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 
 MOST_TOKENS = VerifierConfig.max_new_tokens
@@ -80,10 +81,10 @@ def integers(text: str, option: str, low: int, high: int) -> list[int]:
 def drafters_of(text: str, option: str) -> list[str]:
     """Names separated by commas, plain decoding among them: it is what the others are compared with."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in BY_NAME]:
-        raise typer.BadParameter(
-            f"no drafter here is called {unknown[0]!r}; known are {', '.join(BY_NAME)}", param_hint=option
-        )
+    try:
+        DrafterConfig.of_names(names)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
     if "none" not in names:
         raise typer.BadParameter("none, plain decoding, must be among them", param_hint=option)
     return names

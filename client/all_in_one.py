@@ -87,7 +87,7 @@ async def serve_all(values: dict[str, Any]) -> AllInOne:
         UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
     """
     config = take(CoordinatorConfig, {name: value for name, value in values.items() if name not in _REMOTE})
-    drafters = [DrafterConfig.of_name(name) for name in take(_Drafters, values).drafters]
+    drafters = DrafterConfig.of_names(take(_Drafters, values).drafters)
     target = take(VerifierConfig, {n: v for n, v in values.items() if n not in ServingConfig.__dataclass_fields__})
     server = AllInOne(config, Tokenizer.load(target.target))
     try:

@@ -16,6 +16,7 @@ from specla.client.logs import quiet_unless_configured
 from specla.client.results import Event, ModelInfo, event_of, model_info
 from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DrafterConfig
+from specla.rpc.settings import check_distinct
 from specla.v1 import generation_pb2
 from specla.verifier_service.config import VerifierConfig
 
@@ -52,6 +53,7 @@ class Local(BlockingGenerator):
         if verifier is not None and given:
             raise TypeError(f"give `verifier` or {', '.join(given)}, not both")
         settings = [one if isinstance(one, DrafterConfig) else DrafterConfig.of_name(one) for one in drafters]
+        check_distinct("drafters", [one.name for one in settings])
         config = verifier or VerifierConfig(**({"target": default_target()} | given))
         quiet_unless_configured()
         tokenizer = Tokenizer.load(config.target)

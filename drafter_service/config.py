@@ -2,11 +2,12 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.settings import ServingConfig
+from specla.rpc.settings import ServingConfig, check_distinct
 
 BY_NAME = ("none", "lookup", "suffix", "random")
 """Drafters that need nothing but their name."""
@@ -103,6 +104,16 @@ class DrafterConfig(ServingConfig):
             )
             raise InvalidRequestError(field, what, hint=f"Known here: {', '.join(BY_NAME)}")
         return cls(name=name)
+
+    @classmethod
+    def of_names(cls, names: Sequence[str], field: str = "drafters") -> "list[DrafterConfig]":
+        """The same for several, as requests may choose from.
+
+        Raises:
+            InvalidRequestError: `field` holds another name, or one of them twice.
+        """
+        check_distinct(field, names)
+        return [cls.of_name(name, field) for name in names]
 
     def allows(self, address: str) -> bool:
         """Whether `allow_verifiers` has a pattern for this HOST:PORT; anything else, such as a URI, has none."""

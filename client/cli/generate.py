@@ -87,14 +87,13 @@ def _generator(text: str, here: Here, there: There, options: Options) -> Any:
     from specla.verifier_service.config import VerifierConfig
 
     wanted = options.get("drafter")
-    names = DEFAULT_DRAFTERS if wanted is None else [name for name in wanted if name != "none"]
-    drafters = [DrafterConfig.of_name(name, "drafter") for name in names]
+    drafters = DrafterConfig.of_names(DEFAULT_DRAFTERS if wanted is None else wanted, "drafter")
     given: dict[str, Any] = {name: value for name, value in here._asdict().items() if value is not None}
     config = VerifierConfig(**given)
     _refuse_early(text, options, config)
     from specla.client.local import Local
 
-    return Local(verifier=config, drafters=drafters)
+    return Local(verifier=config, drafters=[drafter for drafter in drafters if drafter.name != "none"])
 
 
 def _refuse_early(text: str, options: Options, config: "VerifierConfig") -> None:

@@ -163,18 +163,23 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(command: list[str], tmp_path
         (["generate", "a", "--target", "/nonexistent"], "there is no /nonexistent"),
         (["generate", "a", "--ca", __file__], "--ca has no meaning without --server"),
         (["serve", "all", "--drafters", "lookup,oracle"], "drafters: the drafter 'oracle' runs as a service only"),
+        (["generate", "a", "--drafter", "lookup", "--drafter", "lookup"], "drafter: 'lookup' is named twice. Name"),
+        (["serve", "all", "--drafters", "lookup,suffix,lookup"], "drafters: 'lookup' is named twice"),
+        (["serve", "coordinator", "--drafters", "a:1,a:1"], "drafters: 'a:1' is named twice"),
+        (["serve", "coordinator", "--verifiers", "a:1", "--verifiers", "a:1"], "'a:1' is named twice"),
+        (["bench", "identity", "--drafters", "none,suffix,suffix"], "'suffix' is named twice. Name it once"),
         (["serve", "all", "--threads", "-1"], "threads is -1"),
         (["serve", "verifier", "--max-rows", "0"], "max_rows is 0"),
         (["serve", "verifier", "--advertised-address", "here"], "advertised_address: 'here' is not HOST:PORT"),
         (["serve", "drafter", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
         (["serve", "coordinator", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
         (["serve", "coordinator", "--tls-cert", "/nonexistent", "--tls-key", "/"], "tls_cert: /nonexistent cannot be"),
-        (["bench", "identity", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "identity", "--drafters", "none,nosuch"], "no drafter is called 'nosuch'. Known here: none"),
         (["bench", "identity", "--temperatures", "0,-1"], "-1 is neither 0 (greedy) nor at least 0.0001"),
-        (["bench", "drafters", "--names", "none,oracle"], "known are none, lookup, suffix, random"),
+        (["bench", "drafters", "--names", "none,oracle"], "a service only. Known here: none, lookup, suffix, random"),
         (["bench", "drafters", "--temperatures", "nan"], "nan is neither 0"),
         (["bench", "drafters", "--max-tokens", "5000"], "4096"),
-        (["bench", "price", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "price", "--drafters", "none,nosuch"], "no drafter is called 'nosuch'"),
         (["bench", "passes", "--rows", "2,nan"], "nan is no integer from 1 to 129"),
         (["health", "127.0.0.1:1", "--timeout", "-1"], "timeout is -1.0"),
         (["doctor", "--device", "gpu"], "device: device is 'gpu'. Give one of auto, cpu, cuda"),
@@ -191,6 +196,15 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(arguments: list[str
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("role", "twice"), [("all", "suffix"), ("coordinator", "127.0.0.1:1")])
+def test_a_file_that_names_a_drafter_twice_is_refused(role: str, twice: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'drafters = ["{twice}", "{twice}"]\n')
+    done = specla("serve", role, "--config", str(file))
+    assert done.returncode == 2, done.stderr
+    assert f"specla: drafters: {twice!r} is named twice" in done.stderr
 
 
 def test_health_of_nothing_exits_1() -> None:
