@@ -9,7 +9,9 @@ import typer
 
 from specla.benchmarks import gpu_commands
 from specla.benchmarks.options import (
+    ALL_DRAFTERS,
     MOST_TOKENS,
+    DraftersOption,
     JsonOption,
     ThreadsOption,
     drafters_of,
@@ -36,7 +38,7 @@ DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the ta
 @bench.command()
 def identity(
     target: TargetOption = None,
-    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix,random",
+    drafters: DraftersOption = ALL_DRAFTERS,
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
     joins: Annotated[str, typer.Option(help="Separated by commas.")] = "one process,services",
     prompts: PromptsOption = HELD_OUT,
@@ -134,7 +136,7 @@ def identity(
 @bench.command()
 def drafters(
     target: TargetOption = None,
-    names: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix",
+    names: DraftersOption = "none,lookup,suffix",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 12,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -191,7 +193,7 @@ def drafters(
 @bench.command()
 def price(
     target: TargetOption = None,
-    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,suffix",
+    drafters: DraftersOption = "none,suffix",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=2, help="Prompts, of all kinds.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 128,

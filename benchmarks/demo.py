@@ -17,6 +17,7 @@ from specla.client.detokenizer import Detokenizer
 from specla.client.local import Local
 from specla.client.results import GenerateResult
 from specla.client.tokenizer import Tokenizer
+from specla.drafter_service.config import Drafting
 
 demo = typer.Typer(help="Plain and speculative decoding of the same prompts, one after the other.")
 
@@ -66,9 +67,7 @@ class Timed:
 def run(
     context: typer.Context,
     target: Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")] = None,
-    drafter: Annotated[
-        Literal["suffix", "lookup", "random"], typer.Option(help="Drafter to set against plain decoding.")
-    ] = "suffix",
+    drafter: Annotated[Drafting, typer.Option(help="Drafter to set against plain decoding.")] = "suffix",
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each text.")] = 80,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")

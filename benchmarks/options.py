@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
-from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.config import BY_NAME, DrafterConfig
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 
@@ -44,6 +44,10 @@ ThreadsOption = Annotated[
         help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.",
     ),
 ]
+
+
+ALL_DRAFTERS = ",".join(BY_NAME)
+DraftersOption = Annotated[str, typer.Option(help=f"Separated by commas, of {', '.join(BY_NAME)}.")]
 
 
 def numbers(text: str, option: str) -> list[float]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specla.client.cli.flags import Field, fields_of, take
-from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
 from specla.client.server import generation_server
 from specla.client.tokenizer import Tokenizer
-from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.config import DEFAULTS, DrafterConfig, NameAlone
 from specla.rpc.settings import ServingConfig
 from specla.verifier_service.config import VerifierConfig
 
@@ -25,10 +25,10 @@ class _Drafters:
     """What is particular to one process.
 
     Attributes:
-        drafters: names of the drafters that requests may choose from, the preferred one first.
+        drafters: drafters that requests may choose from, the preferred one first.
     """
 
-    drafters: tuple[str, ...] = DEFAULT_DRAFTERS
+    drafters: tuple[NameAlone, ...] = DEFAULTS
 
 
 def fields() -> list[Field]:

@@ -6,8 +6,6 @@ from pathlib import Path
 from specla.rpc.errors import InvalidRequestError
 from specla.rpc.settings import ServingConfig, check_address, check_distinct
 
-DEFAULT_DRAFTERS = ("suffix", "lookup")  # of one process, the preferred one first
-
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(ServingConfig):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specla.client.cli.exits import write_out
-from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.config import CoordinatorConfig
 from specla.client.logs import configure_logs
 from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Delta, GenerateResult, Started
@@ -83,11 +83,11 @@ def _generator(text: str, here: Here, there: There, options: Options) -> Any:
         return Client(there.server, tls=ClientTls(root_ca=there.ca) if there.ca else None)
     if there.ca is not None:
         raise InvalidRequestError("ca", "--ca has no meaning without --server", hint="Leave it out, or name the server")
-    from specla.drafter_service.config import DrafterConfig
+    from specla.drafter_service.config import DEFAULTS, DrafterConfig
     from specla.verifier_service.config import VerifierConfig
 
     wanted = options.get("drafter")
-    drafters = DrafterConfig.of_names(DEFAULT_DRAFTERS if wanted is None else wanted, "drafter")
+    drafters = DrafterConfig.of_names(DEFAULTS if wanted is None else wanted, "drafter")
     given: dict[str, Any] = {name: value for name, value in here._asdict().items() if value is not None}
     config = VerifierConfig(**given)
     _refuse_early(text, options, config)

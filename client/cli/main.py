@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specla.client.cli.exits import INTERRUPTED, exit_codes
+from specla.drafter_service.config import BY_NAME
 
 # What `--help` says of commands that live outside the client, so that it need not import them.
 _ELSEWHERE = {
@@ -91,7 +92,10 @@ def _generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input, as it is.")],
     drafter: Annotated[
-        list[str] | None, typer.Option(help="Drafter, or several in order of preference; none decodes plainly.")
+        list[str] | None,
+        typer.Option(
+            help=f"Drafter ({', '.join(BY_NAME)}), or several in order of preference; none decodes plainly.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")] = None,

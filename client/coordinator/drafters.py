@@ -94,7 +94,7 @@ class DrafterPool:
         return [member for name in wanted for member in fitting if member.name == name]
 
     def _known(self) -> str:
-        return "Known are " + ", ".join(self.names())
+        return "Known here: " + ", ".join(self.names())
 
 
 def union_of_features(members: Sequence[DrafterMember]) -> common_pb2.FeatureSpec:

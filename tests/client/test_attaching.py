@@ -31,7 +31,7 @@ async def test_a_request_chooses() -> None:
     assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
     await tell(both.generate(request(20, drafters=["none"])))
     assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
-    with pytest.raises(InvalidRequestError, match="Known are lookup, none, suffix"):
+    with pytest.raises(InvalidRequestError, match="Known here: lookup, none, suffix"):
         await tell(both.generate(request(20, drafters=["other"])))
 
 

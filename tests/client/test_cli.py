@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from specla.client.cli.exits import exit_codes
 from specla.client.cli.main import app
+from specla.drafter_service.config import BY_NAME, KNOWN
 
 BLOCKED = "import sys; sys.modules['torch'] = None; from specla.client.cli.main import run; run()"
 
@@ -61,6 +62,23 @@ def test_every_role_says_its_flags_without_torch(role: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "--port" in done.stdout
     assert "--config" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["generate"], ", ".join(BY_NAME)),
+        (["serve", "drafter"], "|".join(KNOWN)),
+        (["serve", "all"], "|".join(BY_NAME)),
+        (["demo"], "|".join(BY_NAME[1:])),
+        (["bench", "identity"], ", ".join(BY_NAME)),
+        (["bench", "drafters"], ", ".join(BY_NAME)),
+        (["bench", "price"], ", ".join(BY_NAME)),
+    ],
+)
+def test_help_lists_the_drafters_that_there_are(arguments: list[str], shown: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, "--help"])
+    assert shown in " ".join(done.output.split())
 
 
 def test_version() -> None:
