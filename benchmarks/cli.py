@@ -16,6 +16,7 @@ from specla.benchmarks.options import (
     ThreadsOption,
     drafters_of,
     finish,
+    folder_of,
     integers,
     progress_bar,
     temperatures_of,
@@ -66,12 +67,11 @@ def identity(
     from specla.benchmarks import identity as work
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
-    from specla.client.default_target import default_target
     from specla.client.local import Local
     from specla.drafter_service.config import DrafterConfig
     from specla.verifier_service.config import VerifierConfig
 
-    folder = target or default_target()
+    folder = folder_of(target)
     columns = work.cases(names, degrees, joined, batch, baseline_batch)
     chosen = load(prompts, limit=limit)
     settings = work.settings_of(
@@ -152,10 +152,9 @@ def drafters(
     degrees_asked = temperatures_of(temperatures, "--temperatures")
     from specla.benchmarks import drafters as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.local import Local
 
-    folder = target or default_target()
+    folder = folder_of(target)
     prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
     with (
         Local(
@@ -205,17 +204,15 @@ def price(
     from specla.benchmarks.identity import Generator
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
-    from specla.client.default_target import default_target
 
+    folder = folder_of(target)
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
     with ExitStack() as stack, progress_bar() as progress:
         task = progress.add_task("texts", total=2 * len(chosen) * len(names))
         generators: dict[str, Generator] = {
-            numerics: stack.enter_context(
-                services(target or default_target(), names, verifier_options=[f"--numerics={numerics}"])
-            )
+            numerics: stack.enter_context(services(folder, names, verifier_options=[f"--numerics={numerics}"]))
             for numerics in NUMERICS
         }
         for generator in generators.values():
@@ -237,12 +234,11 @@ def passes(
     counts = integers(rows, "--rows", 1, MAX_ROWS)
     from specla.benchmarks import passes as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
     from specla.verifier_service.config import VerifierConfig
     from specla.verifier_service.engine import Engine
 
-    folder = target or default_target()
+    folder = folder_of(target)
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)
@@ -286,12 +282,11 @@ def numerics(
     """How often fast numerics choose another token than exact ones, and how near a tie exact decoding was there."""
     from specla.benchmarks import numerics as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
     from specla.verifier_service.config import VerifierConfig
     from specla.verifier_service.engine import Engine
 
-    folder = target or default_target()
+    folder = folder_of(target)
     tokenizer = Tokenizer.load(folder)
     texts = [tokenizer.encode(prompt.text) for prompt in load(prompts, limit=limit)]
     exact, fast = (

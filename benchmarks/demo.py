@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specla.benchmarks.options import MOST_TOKENS, ThreadsOption, checked_temperature
-from specla.client.default_target import default_target
+from specla.benchmarks.options import MOST_TOKENS, ThreadsOption, checked_temperature, folder_of
 from specla.client.detokenizer import Detokenizer
 from specla.client.local import Local
 from specla.client.results import GenerateResult
@@ -82,7 +81,7 @@ def run(
         return
     checked_temperature(temperature)
     console = Console(highlight=False)
-    folder = target or default_target()
+    folder = folder_of(target)
     pieces = Tokenizer.load(folder).pieces
     table = Table(title="The same text, sooner?")
     for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "tokens a pass", "identical"):

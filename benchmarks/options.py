@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
+from specla.client.default_target import default_target
 from specla.drafter_service.config import BY_NAME, DrafterConfig
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 MOST_TOKENS = VerifierConfig.max_new_tokens
 MOST_THREADS = 1024
@@ -48,6 +50,17 @@ ThreadsOption = Annotated[
 
 ALL_DRAFTERS = ",".join(BY_NAME)
 DraftersOption = Annotated[str, typer.Option(help=f"Separated by commas, of {', '.join(BY_NAME)}.")]
+
+
+def folder_of(target: Path | None) -> Path:
+    """Where the target lies: as given, else the shipped one's folder.
+
+    Raises:
+        InvalidRequestError: it holds no target.
+    """
+    folder = target or default_target()
+    check_folder(folder)
+    return folder
 
 
 def numbers(text: str, option: str) -> list[float]:

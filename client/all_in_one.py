@@ -13,6 +13,7 @@ from specla.client.tokenizer import Tokenizer
 from specla.drafter_service.config import DEFAULTS, DrafterConfig, NameAlone
 from specla.rpc.settings import ServingConfig
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 if TYPE_CHECKING:
     from specla.client.in_process import InProcess
@@ -89,6 +90,7 @@ async def serve_all(values: dict[str, Any]) -> AllInOne:
     config = take(CoordinatorConfig, {name: value for name, value in values.items() if name not in _REMOTE})
     drafters = DrafterConfig.of_names(take(_Drafters, values).drafters)
     target = take(VerifierConfig, {n: v for n, v in values.items() if n not in ServingConfig.__dataclass_fields__})
+    check_folder(target.target)
     server = AllInOne(config, Tokenizer.load(target.target))
     try:
         await server.start(target, drafters)

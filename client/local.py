@@ -19,6 +19,7 @@ from specla.drafter_service.config import DEFAULTS, DrafterConfig
 from specla.rpc.settings import check_distinct
 from specla.v1 import generation_pb2
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 
 class Local(BlockingGenerator):
@@ -55,6 +56,7 @@ class Local(BlockingGenerator):
         settings = [one if isinstance(one, DrafterConfig) else DrafterConfig.of_name(one) for one in drafters]
         check_distinct("drafters", [one.name for one in settings])
         config = verifier or VerifierConfig(**({"target": default_target()} | given))
+        check_folder(config.target)
         quiet_unless_configured()
         tokenizer = Tokenizer.load(config.target)
         self._parts = InProcess(config, settings)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specla.kernels.dense import numerics_tag
-from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
+from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of, dtype_of, is_out_of_memory
-from specla.verifier_service.targets.config import GatedDeltaNetConfig
+from specla.verifier_service.targets.config import GatedDeltaNetConfig, check_folder
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
 from specla.verifier_service.targets.weights import Checkpoint, load_checkpoint
 
@@ -50,14 +50,13 @@ class Target:
         """Load a checkpoint for the configured device and mode; on a CPU for PyTorch's present number of threads.
 
         Raises:
-            InvalidRequestError: a device that is not there or has no room, a dtype that it does not run.
+            InvalidRequestError: a folder without a target, a device that is not there or has no room, a dtype that it
+                does not run.
             UnsupportedModelError: a checkpoint that cannot be run.
         """
         device, folder = device_of(config), config.target
+        check_folder(folder)
         model = GatedDeltaNetConfig.from_folder(folder)
-        tokenizer = folder / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise UnsupportedModelError(f"{tokenizer} does not exist", hint="A target needs its tokenizer.json")
         checkpoint = load_checkpoint(folder, model)
         weights: TargetWeights | GpuWeights
         if device == "cuda":
@@ -71,7 +70,7 @@ class Target:
             weights=weights,
             model_name=_model_name(folder),
             numerics_id=numerics_id,
-            tokenizer_hash=hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+            tokenizer_hash=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
         )
 
 

@@ -105,10 +105,11 @@ def _refuse_early(text: str, options: Options, config: "VerifierConfig") -> None
     from specla.client.coordinator.request import check_request
     from specla.client.tokenizer import Tokenizer
     from specla.v1 import verifier_pb2
-    from specla.verifier_service.targets.config import GatedDeltaNetConfig
+    from specla.verifier_service.targets.config import GatedDeltaNetConfig, check_folder
 
     timeout_of(options)
     request = build_request(text, options)
+    check_folder(config.target)
     tokenizer = Tokenizer.load(config.target)
     target = verifier_pb2.GetTargetResponse(
         dims=verifier_pb2.TargetDims(vocab_size=GatedDeltaNetConfig.from_folder(config.target).vocab_size),

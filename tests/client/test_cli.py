@@ -178,7 +178,6 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(command: list[str], tmp_path
         (["generate", "a", "--timeout", "nan"], "timeout is nan. Give seconds"),
         (["generate", "a", "--threads", "-1"], "threads is -1. Give an integer from 0 to 1024"),
         (["generate", "a", "--device", "gpu"], "Give one of auto, cpu, cuda"),
-        (["generate", "a", "--target", "/nonexistent"], "there is no /nonexistent"),
         (["generate", "a", "--ca", __file__], "--ca has no meaning without --server"),
         (["serve", "all", "--drafters", "lookup,oracle"], "drafters: the drafter 'oracle' runs as a service only"),
         (["generate", "a", "--drafter", "lookup", "--drafter", "lookup"], "drafter: 'lookup' is named twice. Name"),
@@ -214,6 +213,28 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(arguments: list[str
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "a"],
+        ["serve", "all", "--port", "0"],
+        ["serve", "verifier", "--port", "0"],
+        ["demo"],
+        *(["bench", name] for name in ("identity", "drafters", "price", "passes", "numerics")),
+    ],
+)
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_without_a_target_is_refused_everywhere_in_the_same_words(
+    command: list[str], exists: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path if exists else tmp_path / "nowhere"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--target", str(folder)])
+    what = f"{folder} lacks config.json, tokenizer.json, *.safetensors" if exists else f"there is no folder {folder}"
+    hint = "A target's folder holds config.json, tokenizer.json and *.safetensors"
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert done.stderr == f"specla: target: {what}. {hint}\n"
 
 
 @pytest.mark.parametrize(("role", "twice"), [("all", "suffix"), ("coordinator", "127.0.0.1:1")])

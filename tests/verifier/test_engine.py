@@ -25,7 +25,6 @@ from specla.rpc.errors import (
     InternalError,
     InvalidRequestError,
     PromptTooLongError,
-    UnsupportedModelError,
 )
 from specla.verifier_service.acceptance import Finish, FinishReason, Stopping
 from specla.verifier_service.config import VerifierConfig
@@ -303,8 +302,9 @@ def test_names_of_a_target(tiny_target: Path, tiny_target_of: Callable[..., Path
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not exist"):
+    with pytest.raises(InvalidRequestError, match="there is no folder") as refused:
         Engine(VerifierConfig(target=tmp_path / "nowhere", device=device))  # type: ignore[arg-type]
+    assert refused.value.field == "target"
 
 
 def test_a_prompt_of_one_token_needs_no_prefill(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
-from specla.rpc.errors import UnsupportedModelError
+from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 from specla.verifier_service.state import StateStore
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import Kernels, Mode, prefill_chunk, prepare
@@ -227,7 +227,7 @@ def test_broken_files_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UnsupportedModelError, match="cannot be read"):
         load_checkpoint(tmp_path, config)
-    with pytest.raises(UnsupportedModelError, match="does not exist"):
+    with pytest.raises(InvalidRequestError, match=r"lacks config\.json"):
         GatedDeltaNetConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="not JSON"):
