@@ -13,6 +13,7 @@ from specla.kernels.dense import numerics_tag
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of, dtype_of, is_out_of_memory
+from specla.verifier_service.memory import MemoryAccount
 from specla.verifier_service.targets.config import GatedDeltaNetConfig, check_folder
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
 from specla.verifier_service.targets.weights import Checkpoint, load_checkpoint
@@ -51,12 +52,14 @@ class Target:
 
         Raises:
             InvalidRequestError: a folder without a target, a device that is not there or has no room, a dtype that it
-                does not run.
+                does not run, a CPU's memory limit that holds no session.
             UnsupportedModelError: a checkpoint that cannot be run.
         """
         device, folder = device_of(config), config.target
         check_folder(folder)
         model = GatedDeltaNetConfig.from_folder(folder)
+        if device == "cpu":  # what a GPU holds depends on the weights
+            MemoryAccount.of(model).slots(config.max_sessions, config.max_rows, config.memory_mib)
         checkpoint = load_checkpoint(folder, model)
         weights: TargetWeights | GpuWeights
         if device == "cuda":

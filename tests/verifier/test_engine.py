@@ -1,5 +1,6 @@
 """The engine's sessions: text against a full recompute, ends of text, failures, features, limits."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from specla.rpc.errors import (
     InternalError,
     InvalidRequestError,
     PromptTooLongError,
+    UnsupportedModelError,
 )
 from specla.verifier_service.acceptance import Finish, FinishReason, Stopping
 from specla.verifier_service.config import VerifierConfig
@@ -261,6 +263,18 @@ def test_a_memory_limit_cuts_the_slots(tiny_target: Path) -> None:
     assert limited.max_sessions == (3 << 20) // one_session < 50
     with pytest.raises(InvalidRequestError, match="hold no session"):
         limited.memory.slots(50, max_rows=100_000, limit_mib=1)
+
+
+def test_memory_that_holds_no_session_is_refused_before_the_weights_are_read(tiny_target: Path, tmp_path: Path) -> None:
+    large = json.loads((tiny_target / "config.json").read_text()) | {"num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    (tmp_path / "tokenizer.json").write_bytes((tiny_target / "tokenizer.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InvalidRequestError, match="1 MiB hold no session") as refused:
+        Engine(VerifierConfig(target=tmp_path, threads=1, max_rows=129, memory_mib=1))
+    assert refused.value.field == "memory_mib"
+    with pytest.raises(UnsupportedModelError, match="cannot be read"):
+        Engine(VerifierConfig(target=tmp_path, threads=1, max_rows=129, memory_mib=100))
 
 
 def test_pass_times_are_measured_beside_open_sessions(engine: Engine) -> None:
