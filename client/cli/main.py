@@ -110,6 +110,10 @@ def _generate(
     stop_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the text; several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind an end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Go on with the same prompt's --json, which broke off."),
+    ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
     ca: Annotated[Path | None, _CA] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until it is given up.")] = 600.0,
@@ -144,6 +148,7 @@ def _generate(
                 "ignore_eos": ignore_eos or None,
                 "timeout": timeout,
             },
+            resume=resume,
             as_json=as_json,
             here=Here(target=target, device=device, numerics=numerics, threads=threads),
             there=There(server=server, ca=ca),

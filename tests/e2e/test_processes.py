@@ -91,7 +91,7 @@ class TestCommandLine:
         there = self.run("generate", "-", *flags, "--server", cluster.coordinator.address, stdin=PROMPT)
         assert (here.returncode, there.returncode) == (0, 0), here.stderr + there.stderr
         one, other = json.loads(here.stdout), json.loads(there.stdout)
-        assert list(one) == ["text", "token_ids", "finish_reason", "seed", "usage"]
+        assert list(one) == ["text", "token_ids", "finish_reason", "seed", "numerics_id", "usage"]
         assert list(one["usage"]) == [
             "prompt_tokens",
             "completion_tokens",
