@@ -22,7 +22,7 @@ from specla.benchmarks.options import (
     temperatures_of,
 )
 from specla.benchmarks.prompt_set import HELD_OUT
-from specla.benchmarks.report import Report, commit, cpu_name
+from specla.benchmarks.report import Report, commit, cpu_name, too_few
 from specla.verifier_service.config import MAX_ROWS
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
@@ -167,6 +167,7 @@ def drafters(
         progress_bar() as progress,
     ):
         made = Report(title="Drafters over plain decoding", device=_name_of(device))
+        made.unjudged = too_few(min(map(len, prompts_of.values())), work.LEAST_PROMPTS, " of each kind")
         made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
         made.notes["numerics_id"] = local.model().numerics_id
         work.warm_up(local, all_names)
@@ -208,6 +209,7 @@ def price(
     folder = folder_of(target)
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
+    made.unjudged = too_few(len(chosen), work.LEAST_PROMPTS)
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
     with ExitStack() as stack, progress_bar() as progress:
         task = progress.add_task("texts", total=2 * len(chosen) * len(names))
