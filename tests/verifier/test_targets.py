@@ -1,12 +1,14 @@
 """Targets: what is loaded, what is refused, and the forward passes against the float64 model."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,11 +20,14 @@ from torch import Tensor
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
 from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.memory import MIB
 from specla.verifier_service.state import StateStore
+from specla.verifier_service.target import check_memory_limit
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import Kernels, Mode, prefill_chunk, prepare
 from specla.verifier_service.targets.tree_pass import tree_pass
-from specla.verifier_service.targets.weights import load_checkpoint
+from specla.verifier_service.targets.weights import expected_shapes, load_checkpoint
 
 VOCAB = 320
 NAN, INF = float("nan"), float("inf")
@@ -218,6 +223,23 @@ def test_checkpoints_that_are_refused(
     with pytest.raises(UnsupportedModelError, match=message) as error:
         load_checkpoint(tmp_path, GatedDeltaNetConfig.from_folder(tiny_target))
     assert error.value.hint
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("auto", 3), ("bfloat16", 3), ("float32", 5)])
+def test_a_gpus_limit_below_the_weights_is_refused_by_their_shapes_alone(
+    tiny_target: Path, dtype: Literal["auto", "bfloat16", "float32"], least: int
+) -> None:
+    model = replace(GatedDeltaNetConfig.from_folder(tiny_target), vocab_size=18_000)
+    count = sum(math.prod(shape) for shape in expected_shapes(model).values())
+    assert 2 * count / MIB < 3 < 4 * count / MIB < 5
+    for mib in (least - 1, least, 0):
+        config = VerifierConfig(target=tiny_target, device="cuda", dtype=dtype, memory_mib=mib)
+        if mib == least - 1:
+            with pytest.raises(InvalidRequestError, match=rf"{mib} MiB hold no session.*Give {least} MiB or") as error:
+                check_memory_limit(config, model)
+            assert error.value.field == "memory_mib"
+        else:
+            check_memory_limit(config, model)
 
 
 def test_broken_files_are_refused(tiny_target: Path, tmp_path: Path) -> None:
