@@ -1,6 +1,7 @@
 """`specla bench`: every figure of the documents comes from one of these commands."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,17 +9,20 @@ import typer
 
 from specla.benchmarks import gpu_commands
 from specla.benchmarks.options import (
+    ALL_DRAFTERS,
     MOST_TOKENS,
+    DraftersOption,
     JsonOption,
     ThreadsOption,
     drafters_of,
     finish,
+    folder_of,
     integers,
     progress_bar,
     temperatures_of,
 )
 from specla.benchmarks.prompt_set import HELD_OUT
-from specla.benchmarks.report import Report, commit, cpu_name
+from specla.benchmarks.report import Report, commit, cpu_name, too_few
 from specla.verifier_service.config import MAX_ROWS
 
 NUMERICS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
@@ -35,7 +39,7 @@ DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the ta
 @bench.command()
 def identity(
     target: TargetOption = None,
-    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix,random",
+    drafters: DraftersOption = ALL_DRAFTERS,
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
     joins: Annotated[str, typer.Option(help="Separated by commas.")] = "one process,services",
     prompts: PromptsOption = HELD_OUT,
@@ -63,12 +67,11 @@ def identity(
     from specla.benchmarks import identity as work
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
-    from specla.client.default_target import default_target
     from specla.client.local import Local
     from specla.drafter_service.config import DrafterConfig
     from specla.verifier_service.config import VerifierConfig
 
-    folder = target or default_target()
+    folder = folder_of(target)
     columns = work.cases(names, degrees, joined, batch, baseline_batch)
     chosen = load(prompts, limit=limit)
     settings = work.settings_of(
@@ -104,7 +107,7 @@ def identity(
                     generators[join] = stack.enter_context(
                         Local(
                             verifier=config,
-                            drafters=[DrafterConfig(name=name, max_nodes=max_nodes) for name in drafting],
+                            drafters=[replace(one, max_nodes=max_nodes) for one in DrafterConfig.of_names(drafting)],
                         )
                     )
                 else:
@@ -133,7 +136,7 @@ def identity(
 @bench.command()
 def drafters(
     target: TargetOption = None,
-    names: Annotated[str, typer.Option(help="Separated by commas.")] = "none,lookup,suffix",
+    names: DraftersOption = "none,lookup,suffix",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 12,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -149,10 +152,9 @@ def drafters(
     degrees_asked = temperatures_of(temperatures, "--temperatures")
     from specla.benchmarks import drafters as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.local import Local
 
-    folder = target or default_target()
+    folder = folder_of(target)
     prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
     with (
         Local(
@@ -165,6 +167,7 @@ def drafters(
         progress_bar() as progress,
     ):
         made = Report(title="Drafters over plain decoding", device=_name_of(device))
+        made.unjudged = too_few(min(map(len, prompts_of.values())), work.LEAST_PROMPTS, " of each kind")
         made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
         made.notes["numerics_id"] = local.model().numerics_id
         work.warm_up(local, all_names)
@@ -190,7 +193,7 @@ def drafters(
 @bench.command()
 def price(
     target: TargetOption = None,
-    drafters: Annotated[str, typer.Option(help="Separated by commas.")] = "none,suffix",
+    drafters: DraftersOption = "none,suffix",
     prompts: PromptsOption = HELD_OUT,
     limit: Annotated[int, typer.Option(min=2, help="Prompts, of all kinds.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 128,
@@ -202,17 +205,16 @@ def price(
     from specla.benchmarks.identity import Generator
     from specla.benchmarks.prompt_set import load
     from specla.benchmarks.services import services
-    from specla.client.default_target import default_target
 
+    folder = folder_of(target)
     chosen = load(prompts, limit=limit)
     made = Report(title="Exact numerics over fast, end to end", device=cpu_name())
+    made.unjudged = too_few(len(chosen), work.LEAST_PROMPTS)
     made.notes.update(max_tokens=max_tokens, prompts=len(chosen), temperature=0.0)
     with ExitStack() as stack, progress_bar() as progress:
         task = progress.add_task("texts", total=2 * len(chosen) * len(names))
         generators: dict[str, Generator] = {
-            numerics: stack.enter_context(
-                services(target or default_target(), names, verifier_options=[f"--numerics={numerics}"])
-            )
+            numerics: stack.enter_context(services(folder, names, verifier_options=[f"--numerics={numerics}"]))
             for numerics in NUMERICS
         }
         for generator in generators.values():
@@ -234,12 +236,11 @@ def passes(
     counts = integers(rows, "--rows", 1, MAX_ROWS)
     from specla.benchmarks import passes as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
     from specla.verifier_service.config import VerifierConfig
     from specla.verifier_service.engine import Engine
 
-    folder = target or default_target()
+    folder = folder_of(target)
     prompt = Tokenizer.load(folder).encode(load()[0].text)
     made = Report(title="Passes over plain decoding", device=cpu_name())
     kinds = work.shapes(counts)
@@ -283,12 +284,11 @@ def numerics(
     """How often fast numerics choose another token than exact ones, and how near a tie exact decoding was there."""
     from specla.benchmarks import numerics as work
     from specla.benchmarks.prompt_set import load
-    from specla.client.default_target import default_target
     from specla.client.tokenizer import Tokenizer
     from specla.verifier_service.config import VerifierConfig
     from specla.verifier_service.engine import Engine
 
-    folder = target or default_target()
+    folder = folder_of(target)
     tokenizer = Tokenizer.load(folder)
     texts = [tokenizer.encode(prompt.text) for prompt in load(prompts, limit=limit)]
     exact, fast = (

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specla.benchmarks.options import MOST_TOKENS, ThreadsOption, checked_temperature
-from specla.client.default_target import default_target
+from specla.benchmarks.crowding import waited_s, warning
+from specla.benchmarks.options import MOST_TOKENS, ThreadsOption, checked_temperature, folder_of
 from specla.client.detokenizer import Detokenizer
 from specla.client.local import Local
 from specla.client.results import GenerateResult
 from specla.client.tokenizer import Tokenizer
+from specla.drafter_service.config import Drafting
 
 demo = typer.Typer(help="Plain and speculative decoding of the same prompts, one after the other.")
 
@@ -51,10 +52,11 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Timed:
-    """One text and the seconds it took, prefill included."""
+    """One text and the seconds it took, prefill included; and those that threads waited for a core meanwhile."""
 
     result: GenerateResult
     seconds: float
+    waited: float
 
     @property
     def speed(self) -> float:
@@ -66,9 +68,7 @@ class Timed:
 def run(
     context: typer.Context,
     target: Annotated[Path | None, typer.Option(envvar="SPECLA_TARGET", help="Checkpoint; default: shipped.")] = None,
-    drafter: Annotated[
-        Literal["suffix", "lookup", "random"], typer.Option(help="Drafter to set against plain decoding.")
-    ] = "suffix",
+    drafter: Annotated[Drafting, typer.Option(help="Drafter to set against plain decoding.")] = "suffix",
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each text.")] = 80,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.7 for prose, else 0")
@@ -83,12 +83,13 @@ def run(
         return
     checked_temperature(temperature)
     console = Console(highlight=False)
-    folder = target or default_target()
+    folder = folder_of(target)
     pieces = Tokenizer.load(folder).pieces
     table = Table(title="The same text, sooner?")
     for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "tokens a pass", "identical"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     identical = True
+    waited = counted = 0.0
     takes = "some ten seconds" if device == "cpu" else "a minute or more"
     console.print(f"[dim]Loading the target; the very first start compiles the kernels, {takes}.[/]")
     with Local(folder, drafters=(drafter,), device=device, numerics=numerics, threads=threads) as local:
@@ -105,6 +106,8 @@ def run(
                     runs[who].append(timed)
             console.print(Text(prompt, style="dim"), end="")
             plain, drafted = (min(found, key=lambda timed: timed.seconds) for found in runs.values())
+            waited += plain.waited + drafted.waited
+            counted += plain.seconds + drafted.seconds
             _print_coloured(console, drafted.result, pieces)
             texts = [(timed.result.token_ids, timed.result.text) for found in runs.values() for timed in found]
             same = all(text == texts[0] for text in texts)
@@ -124,6 +127,8 @@ def run(
     if not identical:
         console.print("[red]A text differs from plain decoding: that must not happen.[/]")
         raise typer.Exit(1)
+    if disturbed := warning(waited, counted):
+        console.print(disturbed, style="yellow", soft_wrap=True)
     console.print("Drafts gain where a text repeats itself; elsewhere they should cost next to nothing.")
     console.print(
         "Each text was timed twice, and the shorter time counts: `specla bench drafters` measures properly.",
@@ -139,9 +144,9 @@ def run(
 
 
 def _timed(local: Local, prompt: str, drafter: str, *, max_tokens: int, temperature: float, seed: int) -> Timed:
-    start = time.perf_counter()
+    waited, start = waited_s(), time.perf_counter()
     result = local.generate(prompt, drafter=drafter, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    return Timed(result, time.perf_counter() - start)
+    return Timed(result, time.perf_counter() - start, max(0.0, waited_s() - waited))  # less if a thread has ended
 
 
 def _print_coloured(console: Console, result: GenerateResult, pieces: tuple[bytes, ...]) -> None:

@@ -11,6 +11,7 @@ from specla.client.results import GenerateResult
 
 REPEATING = "repetitive-code"
 PROSE = "prose"
+LEAST_PROMPTS = 8  # of each kind: over fewer, the goals would judge the prompts
 
 
 def warm_up(generator: Generator, drafters: Sequence[str]) -> None:

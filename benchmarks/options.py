@@ -9,8 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
-from specla.drafter_service.config import BY_NAME
+from specla.client.default_target import default_target
+from specla.drafter_service.config import BY_NAME, DrafterConfig
+from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 MOST_TOKENS = VerifierConfig.max_new_tokens
 MOST_THREADS = 1024
@@ -43,6 +46,21 @@ ThreadsOption = Annotated[
         help="Threads of one operation; 0: the cores. 1 where other programs keep them busy.",
     ),
 ]
+
+
+ALL_DRAFTERS = ",".join(BY_NAME)
+DraftersOption = Annotated[str, typer.Option(help=f"Separated by commas, of {', '.join(BY_NAME)}.")]
+
+
+def folder_of(target: Path | None) -> Path:
+    """Where the target lies: as given, else the shipped one's folder.
+
+    Raises:
+        InvalidRequestError: it holds no target.
+    """
+    folder = target or default_target()
+    check_folder(folder)
+    return folder
 
 
 def numbers(text: str, option: str) -> list[float]:
@@ -80,10 +98,10 @@ def integers(text: str, option: str, low: int, high: int) -> list[int]:
 def drafters_of(text: str, option: str) -> list[str]:
     """Names separated by commas, plain decoding among them: it is what the others are compared with."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in BY_NAME]:
-        raise typer.BadParameter(
-            f"no drafter here is called {unknown[0]!r}; known are {', '.join(BY_NAME)}", param_hint=option
-        )
+    try:
+        DrafterConfig.of_names(names)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
     if "none" not in names:
         raise typer.BadParameter("none, plain decoding, must be among them", param_hint=option)
     return names
@@ -96,7 +114,7 @@ def finish(made: Report, json: Path | None) -> None:
     if json is not None:
         made.write(json)
         console.print(f"written to {json}")
-    if not made.all_met:
+    if not made.none_missed:
         raise typer.Exit(1)
 
 

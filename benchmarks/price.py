@@ -8,6 +8,7 @@ from specla.benchmarks.prompt_set import Prompt
 from specla.benchmarks.report import Goal, Report, Row
 
 EXACT, FAST = "exact", "fast"
+LEAST_PROMPTS = 12  # over fewer, the goals would judge the prompts
 MOST = 1.10  # exact is the default as long as it costs no more than this, end to end
 
 

@@ -65,26 +65,35 @@ class Goal:
 
 @dataclass(kw_only=True)
 class Report:
-    """Rows and goals of one run."""
+    """Rows and goals of one run.
+
+    Attributes:
+        unjudged: why its goals are not judged; empty where they are.
+    """
 
     title: str
     device: str
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: dict[str, str | int | float | bool] = field(default_factory=dict)
+    unjudged: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """The shape kept under benchmarks/results/; what was not measured is null."""
+        """The shape kept under benchmarks/results/; what was not measured, or not judged, is null."""
         return {
             "title": self.title,
             "device": self.device,
             "versions": versions(),
             "command": command_line(),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "notes": self.notes,
+            "notes": self.notes | ({"goals not judged": self.unjudged} if self.unjudged else {}),
             "rows": [asdict(row) for row in self.rows],
             "goals": [
-                {**asdict(goal), "got": None if math.isnan(goal.got) else goal.got, "met": goal.met}
+                {
+                    **asdict(goal),
+                    "got": None if math.isnan(goal.got) else goal.got,
+                    "met": None if self.unjudged else goal.met,
+                }
                 for goal in self.goals
             ],
         }
@@ -103,13 +112,23 @@ class Report:
             table.add_row(row.case, row.name, f"{row.median:.4g}", f"{row.low:.4g} .. {row.high:.4g}", row.unit)
         console.print(table)
         for goal in self.goals:
-            mark = "[green]met[/]" if goal.met else "[red]NOT met[/]"
+            mark = "not judged" if self.unjudged else "[green]met[/]" if goal.met else "[red]NOT met[/]"
             console.print(f"{mark}  {goal.name}: {goal.got:.4g} {goal.unit}, wanted {goal.sense} {goal.want:.4g}")
+        if self.unjudged:
+            console.print(f"Goals are not judged: {self.unjudged}.")
 
     @property
-    def all_met(self) -> bool:
-        """Whether every goal is met."""
-        return all(goal.met for goal in self.goals)
+    def none_missed(self) -> bool:
+        """Whether every goal is met, or none is judged."""
+        return bool(self.unjudged) or all(goal.met for goal in self.goals)
+
+
+def too_few(prompts: int, least: int, kind: str = "") -> str:
+    """Why goals over so few prompts (of a kind) are not judged; nothing where they are enough."""
+    if prompts >= least:
+        return ""
+    counted = f"1 prompt{kind} is" if prompts == 1 else f"{prompts} prompts{kind} are"
+    return f"{counted} too few, {least} or more are needed"
 
 
 def command_line() -> str:

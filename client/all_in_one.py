@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specla.client.cli.flags import Field, fields_of, take
-from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
 from specla.client.server import generation_server
 from specla.client.tokenizer import Tokenizer
-from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.config import DEFAULTS, DrafterConfig, NameAlone
 from specla.rpc.settings import ServingConfig
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 if TYPE_CHECKING:
     from specla.client.in_process import InProcess
@@ -25,10 +26,10 @@ class _Drafters:
     """What is particular to one process.
 
     Attributes:
-        drafters: names of the drafters that requests may choose from, the preferred one first.
+        drafters: drafters that requests may choose from, the preferred one first.
     """
 
-    drafters: tuple[str, ...] = DEFAULT_DRAFTERS
+    drafters: tuple[NameAlone, ...] = DEFAULTS
 
 
 def fields() -> list[Field]:
@@ -87,8 +88,9 @@ async def serve_all(values: dict[str, Any]) -> AllInOne:
         UnsupportedModelError: a checkpoint or tokenizer that cannot be run.
     """
     config = take(CoordinatorConfig, {name: value for name, value in values.items() if name not in _REMOTE})
-    drafters = [DrafterConfig.of_name(name) for name in take(_Drafters, values).drafters]
+    drafters = DrafterConfig.of_names(take(_Drafters, values).drafters)
     target = take(VerifierConfig, {n: v for n, v in values.items() if n not in ServingConfig.__dataclass_fields__})
+    check_folder(target.target)
     server = AllInOne(config, Tokenizer.load(target.target))
     try:
         await server.start(target, drafters)

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.settings import ServingConfig, check_address
-
-DEFAULT_DRAFTERS = ("suffix", "lookup")  # of one process, the preferred one first
+from specla.rpc.settings import ServingConfig, check_address, check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,5 +54,6 @@ class CoordinatorConfig(ServingConfig):
         for field, addresses in (("verifiers", self.verifiers), ("drafters", self.drafters)):
             for address in addresses:
                 check_address(field, address)
+            check_distinct(field, addresses)
         if not self.verifiers:
             raise InvalidRequestError("verifiers", "there is no verifier", hint="Name at least one HOST:PORT")

@@ -8,16 +8,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from specla.client.blocking import BlockingGenerator, LoopThread
-from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
 from specla.client.default_target import default_target
 from specla.client.in_process import InProcess
 from specla.client.logs import quiet_unless_configured
 from specla.client.results import Event, ModelInfo, event_of, model_info
 from specla.client.tokenizer import Tokenizer
-from specla.drafter_service.config import DrafterConfig
+from specla.drafter_service.config import DEFAULTS, DrafterConfig
+from specla.rpc.settings import check_distinct
 from specla.v1 import generation_pb2
 from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.targets.config import check_folder
 
 
 class Local(BlockingGenerator):
@@ -27,7 +29,7 @@ class Local(BlockingGenerator):
         self,
         target: str | Path | None = None,
         *,
-        drafters: Sequence[str | DrafterConfig] = DEFAULT_DRAFTERS,
+        drafters: Sequence[str | DrafterConfig] = DEFAULTS,
         device: str | None = None,
         numerics: str | None = None,
         threads: int | None = None,
@@ -52,7 +54,9 @@ class Local(BlockingGenerator):
         if verifier is not None and given:
             raise TypeError(f"give `verifier` or {', '.join(given)}, not both")
         settings = [one if isinstance(one, DrafterConfig) else DrafterConfig.of_name(one) for one in drafters]
+        check_distinct("drafters", [one.name for one in settings])
         config = verifier or VerifierConfig(**({"target": default_target()} | given))
+        check_folder(config.target)
         quiet_unless_configured()
         tokenizer = Tokenizer.load(config.target)
         self._parts = InProcess(config, settings)

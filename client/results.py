@@ -162,38 +162,52 @@ def model_info(model: generation_pb2.GetModelResponse) -> ModelInfo:
 
 
 class Collector:
-    """Puts a stream's events together."""
+    """Puts a stream's events together.
+
+    Attributes:
+        started: the first event, once it has come.
+    """
 
     def __init__(self) -> None:
-        self._started: Started | None = None
+        self.started: Started | None = None
         self._finished: Finished | None = None
         self._deltas: list[Delta] = []
 
     def add(self, event: Event) -> None:
         """Take the next event."""
         if isinstance(event, Started):
-            self._started = event
+            self.started = event
         elif isinstance(event, Finished):
             self._finished = event
         else:
             self._deltas.append(event)
 
+    @property
+    def text(self) -> str:
+        """What has come of it."""
+        return "".join(delta.text for delta in self._deltas)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What has come of them; the text may lag behind."""
+        return tuple(token for delta in self._deltas for token in delta.token_ids)
+
     def result(self) -> GenerateResult:
         """The whole answer, once Started and Finished have come."""
-        assert self._started is not None
+        assert self.started is not None
         assert self._finished is not None  # a stream that ends without it raised
         return GenerateResult(
-            text="".join(delta.text for delta in self._deltas),
-            token_ids=tuple(token for delta in self._deltas for token in delta.token_ids),
+            text=self.text,
+            token_ids=self.token_ids,
             drafted=tuple(flag for delta in self._deltas for flag in delta.drafted),
             logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
             finish_reason=self._finished.finish_reason,
             matched_stop=self._finished.matched_stop,
             matched_stop_id=self._finished.matched_stop_id,
             usage=self._finished.usage,
-            seed=self._started.seed,
-            model=self._started.model,
-            numerics_id=self._started.numerics_id,
+            seed=self.started.seed,
+            model=self.started.model,
+            numerics_id=self.started.numerics_id,
         )
 
 

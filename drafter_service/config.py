@@ -2,16 +2,23 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from specla.rpc.errors import InvalidRequestError
-from specla.rpc.settings import ServingConfig
+from specla.rpc.settings import ServingConfig, check_distinct
 
-BY_NAME = ("none", "lookup", "suffix", "random")
+Drafting = Literal["lookup", "suffix", "random"]
+NameAlone = Literal["none", Drafting]
+Name = Literal[NameAlone, "oracle"]
+BY_NAME: tuple[NameAlone, ...] = get_args(NameAlone)
 """Drafters that need nothing but their name."""
 
-KNOWN = (*BY_NAME, "oracle")
+KNOWN: tuple[Name, ...] = get_args(Name)
+DEFAULTS: tuple[NameAlone, ...] = ("suffix", "lookup")  # of one process, the preferred one first
+FOR_TESTS: tuple[Name, ...] = ("random", "oracle")
 PATTERN = re.compile(r"(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")
 ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
@@ -21,7 +28,7 @@ class DrafterConfig(ServingConfig):
     """Settings of one drafter; where it listens is ServingConfig's.
 
     Attributes:
-        name: which drafter: none, lookup, suffix; for tests and benchmarks also random, oracle.
+        name: which drafter; random and oracle are for tests and benchmarks.
         port: 0 lets the system choose.
         drain_s: how long a stop waits for sessions in hand, seconds.
         allow_verifiers: HOST:PORT of verifiers it may be sent to; HOST may be `*` or begin with `*.`, PORT may be `*`.
@@ -42,7 +49,7 @@ class DrafterConfig(ServingConfig):
         oracle_branching: oracle: candidates a position; 1 drafts chains.
     """
 
-    name: str = "lookup"
+    name: Name = "lookup"
     port: int = 50071
     drain_s: float = 2.0
     allow_verifiers: tuple[str, ...] = ("localhost:*", "127.0.0.1:*", "[::1]:*")
@@ -69,7 +76,7 @@ class DrafterConfig(ServingConfig):
         """
         self.check_serving()
         if self.name not in KNOWN:
-            raise InvalidRequestError("name", f"no drafter is called {self.name!r}", hint=f"Known: {', '.join(KNOWN)}")
+            raise InvalidRequestError("name", f"no drafter is called {self.name!r}", hint=_known_here(KNOWN))
         self._check("max_sessions", self.max_sessions >= 1, "1 or more")
         self._check("max_nodes", 1 <= self.max_nodes <= 128, "1 to 128")
         self._check("tau", math.isfinite(self.tau) and self.tau > 0, "a finite number above 0")
@@ -97,12 +104,23 @@ class DrafterConfig(ServingConfig):
         Raises:
             InvalidRequestError: `field` holds another name.
         """
-        if name not in BY_NAME:
+        known = next((one for one in BY_NAME if one == name), None)
+        if known is None:
             what = (
                 "the drafter 'oracle' runs as a service only" if name == "oracle" else f"no drafter is called {name!r}"
             )
-            raise InvalidRequestError(field, what, hint=f"Known here: {', '.join(BY_NAME)}")
-        return cls(name=name)
+            raise InvalidRequestError(field, what, hint=_known_here(BY_NAME))
+        return cls(name=known)
+
+    @classmethod
+    def of_names(cls, names: Sequence[str], field: str = "drafters") -> "list[DrafterConfig]":
+        """The same for several, as requests may choose from.
+
+        Raises:
+            InvalidRequestError: `field` holds another name, or one of them twice.
+        """
+        check_distinct(field, names)
+        return [cls.of_name(name, field) for name in names]
 
     def allows(self, address: str) -> bool:
         """Whether `allow_verifiers` has a pattern for this HOST:PORT; anything else, such as a URI, has none."""
@@ -120,3 +138,7 @@ class DrafterConfig(ServingConfig):
     def _check(self, field: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise InvalidRequestError(field, f"{field} is {getattr(self, field)!r}", hint=f"Allowed: {allowed}")
+
+
+def _known_here(names: Sequence[str]) -> str:
+    return f"Known here: {', '.join(names)}"

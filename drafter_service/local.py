@@ -20,7 +20,7 @@ from specla.rpc.errors import (
     SessionCancelledError,
     SpeclaError,
 )
-from specla.rpc.links import DrafterLink, VerifierPort, Wake
+from specla.rpc.links import IN_PROCESS, DrafterLink, VerifierPort, Wake
 from specla.v1 import drafter_pb2
 
 log = structlog.get_logger(__name__)
@@ -96,6 +96,7 @@ class LocalDrafter:
         *,
         run: Callable[[Job], object] = _at_once,
     ) -> None:
+        self.address = IN_PROCESS
         self._drafter = drafter
         self._config = config
         self._verifier = verifier

@@ -15,6 +15,9 @@ Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In")
 Wake = Callable[[], None]
 
+IN_PROCESS = "this process"
+"""The `address` of a part without a socket."""
+
 
 class Link(Protocol[Out, In]):
     """One side's end of a stream. All methods are thread-safe and never block."""
@@ -43,6 +46,10 @@ class VerifierPort(Protocol):
     `wake` is called from any thread (in one process: from the thread that owns the device).
     """
 
+    @property
+    def address(self) -> str:
+        """Where it is reached, for logs: HOST:PORT, or IN_PROCESS."""
+
     def target(self) -> verifier_pb2.GetTargetResponse:
         """Who it is and what it runs; known since connecting, never blocks."""
 
@@ -69,6 +76,10 @@ class Attachment(Protocol):
 
 class DrafterPort(Protocol):
     """A drafter, in this process or behind a socket."""
+
+    @property
+    def address(self) -> str:
+        """Where it is reached, for logs: HOST:PORT, or IN_PROCESS."""
 
     def info(self) -> drafter_pb2.GetDrafterResponse:
         """Who it is and what it wants; known since connecting, never blocks."""

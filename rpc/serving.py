@@ -1,6 +1,8 @@
 """The server shell that all services share: where it listens, how it is guarded, how it stops."""
 
 import asyncio
+import errno
+import socket
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -17,6 +19,10 @@ log = structlog.get_logger("specla.rpc")
 
 _LAST_WORDS_S = 1.0  # for calls in hand to end with an error of ours, before gRPC cancels them with words of its own
 _ABORT_GRACE_S = 2.0  # for handlers to run their `finally` once their calls were cancelled
+_MENDING = {
+    errno.EADDRINUSE: "Another program has the port: give another one, or 0 for any",
+    errno.EACCES: "This user may not have the port: give one from 1024 on, or 0 for any",
+}
 
 
 class GrpcServer:
@@ -69,6 +75,7 @@ class GrpcServer:
         for field in ("tls_cert", "tls_key", "tls_client_ca"):
             check_file(field, getattr(self.config, field))
         wanted = _join(self.config.host, self.config.port)
+        _check_free(self.config.host, self.config.port, wanted)
         try:
             credentials = _credentials(self.config)
             if credentials is None:
@@ -81,7 +88,7 @@ class GrpcServer:
             pem = ", or tls_cert and tls_key are no PEM pair" if self.config.tls_cert is not None else ""
             raise ServiceUnavailableError(
                 f"cannot listen on {wanted}",
-                hint=f"Another program has the port (0 takes any), or the host is not this machine's{pem}",
+                hint=f"Another program took the port just now{pem}",
             )
 
     async def start(self) -> None:
@@ -128,6 +135,28 @@ class GrpcServer:
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _check_free(host: str, port: int, wanted: str) -> None:
+    """Refuse what no socket can be bound to, before gRPC tries: it writes lines of its own to standard error.
+
+    Raises:
+        ServiceUnavailableError: the port is taken or the address is not this machine's.
+    """
+    try:
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for i, (family, kind, protocol, _, place) in enumerate(places, 1):
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: one just closed is free
+                    probe.bind(place)
+                return  # of several addresses, gRPC is content with one
+            except OSError:
+                if i == len(places):
+                    raise
+    except OSError as error:
+        hint = _MENDING.get(error.errno or 0, "Give an address of this machine")
+        raise ServiceUnavailableError(f"cannot listen on {wanted}: {error.strerror}", hint=hint) from None
 
 
 def _server_options() -> list[tuple[str, int]]:

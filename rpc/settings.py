@@ -1,6 +1,7 @@
 """How a service listens and how large a message may be; knows nothing of gRPC, so that every config may extend it."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def check_file(field: str, path: Path | None) -> None:
         path.open("rb").close()
     except OSError as error:
         raise InvalidRequestError(field, f"{path} cannot be read: {error.strerror}", hint="Give a PEM file") from None
+
+
+def check_distinct(field: str, names: Sequence[str]) -> None:
+    """Refuse a list that names something twice.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise InvalidRequestError(field, f"{twice[:200]!r} is named twice", hint="Name it once")
 
 
 def is_loopback(host: str) -> bool:

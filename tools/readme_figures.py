@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+_MET = {True: "yes", False: "**no**", None: "not judged"}
 _MOST_GOALS = 8  # of one result that stand open
 _MOST_ROWS = 24  # of one result in README; all of them, and what they were made from, stand in its JSON
 
@@ -61,7 +62,7 @@ def goal_table(goals: list[dict[str, Any]]) -> list[str]:
     for goal in goals:
         wanted = f"{goal.get('sense', '')} {figure(goal['want'])} {goal['unit']}".strip()
         got = "not measured" if goal["got"] is None else f"{figure(goal['got'])} {goal['unit']}".strip()
-        rows.append([goal["name"], wanted, got, "yes" if goal["met"] else "**no**"])
+        rows.append([goal["name"], wanted, got, _MET[goal["met"]]])
     return table(["asked for", "goal", "measured", "met"], rows)
 
 

@@ -2,9 +2,8 @@
 
 It owns the engine. Everything that arrives is posted to its mailbox and done between passes, commands also while a
 pass runs by itself; everything that leaves is put into link ends, whose readers are woken once a turn. So no socket is
-ever waited for, and only here slots are freed.
-
-As a `VerifierPort` it is joined directly in one process; server.py puts it behind gRPC.
+ever waited for, and only here slots are freed. As a `VerifierPort` it is joined directly in one process; server.py puts
+it behind gRPC.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ import torch
 
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import fault_of, internal_error
-from specla.rpc.links import Wake
+from specla.rpc.links import IN_PROCESS, Wake
 from specla.rpc.waker import let_others_run, speed_up_hops
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, SessionEvent
@@ -69,6 +68,7 @@ class Scheduler:
         self.config = config
         self.verifier_id = secrets.token_hex(8)
         self.advertised_address = config.advertised_address
+        self.address = IN_PROCESS
         self._engine = engine
         self._clock = clock
         self._mailbox = Mailbox(clock)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from specla.kernels.dense import numerics_tag
-from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
+from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.devices import device_of, dtype_of, is_out_of_memory
-from specla.verifier_service.targets.config import GatedDeltaNetConfig
+from specla.verifier_service.memory import MIB, MemoryAccount
+from specla.verifier_service.targets.config import GatedDeltaNetConfig, check_folder
 from specla.verifier_service.targets.gated_deltanet import TargetWeights, prepare
-from specla.verifier_service.targets.weights import Checkpoint, load_checkpoint
+from specla.verifier_service.targets.weights import Checkpoint, expected_shapes, load_checkpoint
 
 if TYPE_CHECKING:
     from specla.verifier_service.gpu.weights import GpuWeights
@@ -50,14 +52,14 @@ class Target:
         """Load a checkpoint for the configured device and mode; on a CPU for PyTorch's present number of threads.
 
         Raises:
-            InvalidRequestError: a device that is not there or has no room, a dtype that it does not run.
+            InvalidRequestError: a folder without a target, a device that is not there or has no room, a dtype that it
+                does not run, a memory limit that can hold no session.
             UnsupportedModelError: a checkpoint that cannot be run.
         """
         device, folder = device_of(config), config.target
+        check_folder(folder)
         model = GatedDeltaNetConfig.from_folder(folder)
-        tokenizer = folder / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise UnsupportedModelError(f"{tokenizer} does not exist", hint="A target needs its tokenizer.json")
+        check_memory_limit(config, model)
         checkpoint = load_checkpoint(folder, model)
         weights: TargetWeights | GpuWeights
         if device == "cuda":
@@ -71,7 +73,26 @@ class Target:
             weights=weights,
             model_name=_model_name(folder),
             numerics_id=numerics_id,
-            tokenizer_hash=hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+            tokenizer_hash=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+        )
+
+
+def check_memory_limit(config: VerifierConfig, model: GatedDeltaNetConfig) -> None:
+    """Refuse, before the weights are read, a `memory_mib` that holds no session: on a GPU not even the weights.
+
+    Raises:
+        InvalidRequestError: so little.
+    """
+    if config.device != "cuda":
+        MemoryAccount.of(model).slots(config.max_sessions, config.max_rows, config.memory_mib)
+        return
+    width = 4 if config.dtype == "float32" else 2  # of the checkpoint's own numbers ("auto"), at the least
+    least = -(-width * sum(math.prod(shape) for shape in expected_shapes(model).values()) // MIB)
+    if 0 < config.memory_mib < least:
+        raise InvalidRequestError(
+            "memory_mib",
+            f"{config.memory_mib} MiB hold no session: on a GPU the limit is on the weights too",
+            hint=f"Give {least} MiB or more for the weights, and what sessions take besides",
         )
 
 

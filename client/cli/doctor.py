@@ -67,12 +67,14 @@ def _devices() -> None:
 
 
 def _model(folder: Path) -> bool:
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    weights = sorted(folder.glob("*.safetensors"))
-    if missing or not weights:
-        missing += [] if weights else ["*.safetensors"]
-        _say("model", f"{folder} lacks {', '.join(missing)}")
+    from specla.verifier_service.targets.config import check_folder
+
+    try:
+        check_folder(folder)
+    except SpeclaError as error:
+        _say("model", str(error))
         return False
+    weights = sorted(folder.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in weights)
     digest = hashlib.sha256()
     for path in weights:

@@ -24,7 +24,7 @@ class Field(NamedTuple):
     Attributes:
         name: of the field, the file key, and with dashes the flag.
         kind: str, int, float, bool, Path or tuple (of strings).
-        choices: values of a Literal; empty if free.
+        choices: values of a Literal, or of a tuple of them; empty if free.
         default: shown in `--help`.
         text: from the class docstring.
     """
@@ -137,9 +137,12 @@ def _texts(cls: type) -> dict[str, str]:
 def _kind(hint: Any) -> tuple[type, tuple[str, ...]]:
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not types.NoneType)
+    kind = hint
+    if get_origin(hint) is tuple:
+        kind, hint = tuple, get_args(hint)[0]
     if get_origin(hint) is Literal:
-        return str, tuple(map(str, get_args(hint)))
-    return (tuple if get_origin(hint) is tuple else hint), ()
+        return (tuple if kind is tuple else str), tuple(map(str, get_args(hint)))
+    return kind, ()
 
 
 def _annotation(field: Field) -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specla.client.cli.exits import write_out
-from specla.client.config import DEFAULT_DRAFTERS, CoordinatorConfig
+from specla.client.config import CoordinatorConfig
 from specla.client.logs import configure_logs
 from specla.client.options import Options, build_request, timeout_of
 from specla.client.results import Collector, Delta, GenerateResult, Started
-from specla.rpc.errors import InvalidRequestError
+from specla.rpc.errors import InvalidRequestError, SpeclaError
 
 if TYPE_CHECKING:
     from specla.verifier_service.config import VerifierConfig
@@ -35,27 +35,41 @@ class There(NamedTuple):
     ca: Path | None
 
 
-def generate(prompt: str, options: Options, *, as_json: bool, here: Here, there: There, log_level: str) -> None:
-    """Run one generation and print it.
+class SoFar(NamedTuple):
+    """What a generation that broke off has given, as `--json` prints it."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+def generate(
+    prompt: str, options: Options, *, resume: Path | None, as_json: bool, here: Here, there: There, log_level: str
+) -> None:
+    """Run one generation, or the rest of one, and print it. If it breaks off, say how to go on.
 
     Raises:
         SpeclaError: see `Client.generate` and `Local`.
     """
     configure_logs(log_level)
+    former = _resumed(resume, options) if resume is not None else SoFar()
     text = _read_prompt(prompt)
     with _generator(text, here, there, options) as generator:
         collector = Collector()
         begun = time.perf_counter()
-        for event in generator.stream(text, **options):
-            if isinstance(event, Started):
-                begun = time.perf_counter()
-            elif isinstance(event, Delta) and not as_json:
-                write_out(event.text)
-            collector.add(event)
+        try:
+            for event in generator.stream(text, **options):
+                if isinstance(event, Started):
+                    begun = time.perf_counter()
+                elif isinstance(event, Delta) and not as_json:
+                    write_out(event.text)
+                collector.add(event)
+        except SpeclaError:
+            _say_how_to_go_on(collector, former, as_json)
+            raise
         seconds = time.perf_counter() - begun
     result = collector.result()
     if as_json:
-        write_out(json.dumps(_object(result), ensure_ascii=False) + "\n")
+        _write_json(collector, former, result)
     elif sys.stdout.isatty():
         write_out("\n")
     print(figures(result, seconds), file=sys.stderr)
@@ -83,18 +97,17 @@ def _generator(text: str, here: Here, there: There, options: Options) -> Any:
         return Client(there.server, tls=ClientTls(root_ca=there.ca) if there.ca else None)
     if there.ca is not None:
         raise InvalidRequestError("ca", "--ca has no meaning without --server", hint="Leave it out, or name the server")
-    from specla.drafter_service.config import DrafterConfig
+    from specla.drafter_service.config import DEFAULTS, DrafterConfig
     from specla.verifier_service.config import VerifierConfig
 
     wanted = options.get("drafter")
-    names = DEFAULT_DRAFTERS if wanted is None else [name for name in wanted if name != "none"]
-    drafters = [DrafterConfig.of_name(name, "drafter") for name in names]
+    drafters = DrafterConfig.of_names(DEFAULTS if wanted is None else wanted, "drafter")
     given: dict[str, Any] = {name: value for name, value in here._asdict().items() if value is not None}
     config = VerifierConfig(**given)
     _refuse_early(text, options, config)
     from specla.client.local import Local
 
-    return Local(verifier=config, drafters=drafters)
+    return Local(verifier=config, drafters=[drafter for drafter in drafters if drafter.name != "none"])
 
 
 def _refuse_early(text: str, options: Options, config: "VerifierConfig") -> None:
@@ -106,10 +119,11 @@ def _refuse_early(text: str, options: Options, config: "VerifierConfig") -> None
     from specla.client.coordinator.request import check_request
     from specla.client.tokenizer import Tokenizer
     from specla.v1 import verifier_pb2
-    from specla.verifier_service.targets.config import GatedDeltaNetConfig
+    from specla.verifier_service.targets.config import GatedDeltaNetConfig, check_folder
 
     timeout_of(options)
     request = build_request(text, options)
+    check_folder(config.target)
     tokenizer = Tokenizer.load(config.target)
     target = verifier_pb2.GetTargetResponse(
         dims=verifier_pb2.TargetDims(vocab_size=GatedDeltaNetConfig.from_folder(config.target).vocab_size),
@@ -132,11 +146,49 @@ def _read_prompt(prompt: str) -> str:
         ) from None
 
 
-def _object(result: GenerateResult) -> dict[str, Any]:
-    return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "usage": dataclasses.asdict(result.usage),
+def _resumed(file: Path, options: Options) -> SoFar:
+    """What a file has of a generation; from now on the options ask for the rest of it."""
+    if options.get("seed") is not None:
+        raise InvalidRequestError("seed", "--seed has no meaning with --resume", hint="Leave out one of them")
+    try:
+        part = json.loads(file.read_text(encoding="utf-8"))
+        former, seed, numerics_id = SoFar(part["text"], tuple(part["token_ids"])), part["seed"], part["numerics_id"]
+        kinds = [(former.text, str), (seed, int), (numerics_id, str), *((token, int) for token in former.token_ids)]
+        if not all(type(value) is kind for value, kind in kinds):
+            raise TypeError
+    except OSError as error:
+        raise InvalidRequestError("resume", f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InvalidRequestError(
+            "resume", f"{file} is no output of --json", hint="Give what `specla generate --json` printed"
+        ) from None
+    options["resumed_ids"], options["seed"], options["numerics_id"] = former.token_ids, seed, numerics_id
+    return former
+
+
+def _say_how_to_go_on(collector: Collector, former: SoFar, as_json: bool) -> None:
+    started = collector.started
+    if started is None:
+        return  # it never began: the same command does
+    if as_json:
+        _write_json(collector, former, None)
+    tokens = len(former.token_ids) + len(collector.token_ids)
+    way = "--resume goes on from what was printed" if as_json else "with --json, --resume could go on from here"
+    print(
+        f"broken off after {tokens} tokens; seed {started.seed}, numerics_id {started.numerics_id}; {way}",
+        file=sys.stderr,
+    )
+
+
+def _write_json(collector: Collector, former: SoFar, result: GenerateResult | None) -> None:
+    """All of a generation, resumed or not; of one that broke off (no result) as far as it came."""
+    assert collector.started is not None
+    printed = {
+        "text": former.text + collector.text,
+        "token_ids": [*former.token_ids, *collector.token_ids],
+        "finish_reason": result.finish_reason if result else None,
+        "seed": collector.started.seed,
+        "numerics_id": collector.started.numerics_id,
+        "usage": dataclasses.asdict(result.usage) if result else None,
     }
+    write_out(json.dumps(printed, ensure_ascii=False) + "\n")

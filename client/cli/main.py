@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specla.client.cli.exits import INTERRUPTED, exit_codes
+from specla.drafter_service.config import BY_NAME
 
 # What `--help` says of commands that live outside the client, so that it need not import them.
 _ELSEWHERE = {
@@ -91,7 +92,10 @@ def _generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input, as it is.")],
     drafter: Annotated[
-        list[str] | None, typer.Option(help="Drafter, or several in order of preference; none decodes plainly.")
+        list[str] | None,
+        typer.Option(
+            help=f"Drafter ({', '.join(BY_NAME)}), or several in order of preference; none decodes plainly.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")] = None,
@@ -106,6 +110,10 @@ def _generate(
     stop_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the text; several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind an end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Go on with the same prompt's --json, which broke off."),
+    ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
     ca: Annotated[Path | None, _CA] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until it is given up.")] = 600.0,
@@ -140,6 +148,7 @@ def _generate(
                 "ignore_eos": ignore_eos or None,
                 "timeout": timeout,
             },
+            resume=resume,
             as_json=as_json,
             here=Here(target=target, device=device, numerics=numerics, threads=threads),
             there=There(server=server, ca=ca),

@@ -51,8 +51,10 @@ def _verifier_fields() -> list[Field]:
 
 async def _start_verifier(values: Values) -> Service:
     from specla.verifier_service.config import VerifierConfig
+    from specla.verifier_service.targets.config import check_folder
 
     config = take(VerifierConfig, values)
+    check_folder(config.target)
     from specla.verifier_service.server import serve_verifier  # torch: later than what may be refused
 
     return await serve_verifier(config)

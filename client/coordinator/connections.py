@@ -45,7 +45,8 @@ class Connections:
             async with asyncio.timeout(_PATIENCE_S):
                 await asyncio.gather(*(there.wait() for there in drafters))
         except TimeoutError:
-            log.warning("drafters missing", missing=sum(not there.is_set() for there in drafters))
+            missing = [name for name, it in zip(self._config.drafters, drafters, strict=True) if not it.is_set()]
+            log.warning("drafters missing", addresses=missing)
 
     def on_verifier_lost(self, port: VerifierPort) -> None:
         """The coordinator lost a verifier: connect again."""

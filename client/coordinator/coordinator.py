@@ -67,12 +67,12 @@ class Coordinator:
                 hint="Start the coordinator with the tokenizer.json of that model",
             )
         self._verifiers.add(VerifierMember(port, self._lost))
-        log.info("verifier connected", model=target.model, numerics_id=target.numerics_id)
+        log.info("verifier connected", address=port.address, model=target.model, numerics_id=target.numerics_id)
 
     def add_drafter(self, port: DrafterPort, *, rank: int | None = None) -> None:
         """From now on sessions may get it; of a lower rank it is preferred. Default: behind all others."""
         self._drafters.add(DrafterMember(port, self._config.drafter_retry_s), rank)
-        log.info("drafter connected", drafter=port.info().name)
+        log.info("drafter connected", drafter=port.info().name, address=port.address)
 
     def model(self) -> generation_pb2.GetModelResponse:
         """What requests can get now.
@@ -133,6 +133,6 @@ class Coordinator:
         if member not in self._verifiers.members:
             return
         self._verifiers.remove(member)
-        log.warning("verifier gone", model=member.target.model, why=str(member.lost))
+        log.warning("verifier gone", address=member.port.address, model=member.target.model, why=str(member.lost))
         if self._on_verifier_lost is not None:
             self._on_verifier_lost(member.port)

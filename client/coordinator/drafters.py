@@ -49,7 +49,7 @@ class DrafterMember:
     def attached(self) -> None:
         """It works."""
         if self._failures:
-            log.info("drafter back", drafter=self.name)
+            log.info("drafter back", drafter=self.name, address=self.port.address)
         self._failures = 0
 
 
@@ -94,7 +94,7 @@ class DrafterPool:
         return [member for name in wanted for member in fitting if member.name == name]
 
     def _known(self) -> str:
-        return "Known are " + ", ".join(self.names())
+        return "Known here: " + ", ".join(self.names())
 
 
 def union_of_features(members: Sequence[DrafterMember]) -> common_pb2.FeatureSpec:
@@ -204,8 +204,11 @@ class Attaching:
 
     def _next(self, why: SpeclaError) -> None:
         if self._member is not None:
-            log.warning("drafter lost", drafter=self._member.name, why=why.message, reason=why.reason)
-            self._member.failed(self._loop.time())
+            member = self._member
+            log.warning(
+                "drafter lost", drafter=member.name, address=member.port.address, why=why.message, reason=why.reason
+            )
+            member.failed(self._loop.time())
         self.end()
         self.begin()
 

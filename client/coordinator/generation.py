@@ -219,7 +219,9 @@ class Generation:
             self._setbacks += 1
             if self._setbacks > _MAX_SETBACKS:
                 raise why
-            log.warning("verifier lost", why=why.message, reason=why.reason, tokens=len(self._completion.tokens))
+            tokens = len(self._completion.tokens)
+            address = visit.member.port.address
+            log.warning("verifier lost", address=address, why=why.message, reason=why.reason, tokens=tokens)
         self._failed_at = [*self._failed_at, visit.member]
         self._leave()
         self._place(why)

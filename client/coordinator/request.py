@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from specla.client.tokenizer import Tokenizer
 from specla.rpc.errors import InvalidRequestError, PromptTooLongError
+from specla.rpc.settings import check_distinct
 from specla.v1 import common_pb2, generation_pb2, verifier_pb2
 
 _SHORT_TEXT = 4096  # characters that are tokenised faster than a thread is woken
@@ -131,6 +132,7 @@ def _check_names(request: generation_pb2.GenerateRequest) -> None:
         raise InvalidRequestError(
             "drafters", "a drafter's name is too long", hint=f"A name has at most {_MAX_NAME} characters"
         )
+    check_distinct("drafters", request.drafters)
     if len(request.numerics_id) > _MAX_NAME:
         raise InvalidRequestError(
             "numerics_id",

@@ -1,16 +1,21 @@
 """Reports: medians and quartiles, goals that can fail, JSON of the promised shape, no paths in the command."""
 
+import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
+from typer.testing import CliRunner
 
 from specla.benchmarks import report
 from specla.benchmarks.options import _writable
-from specla.benchmarks.report import Goal, Report, Row, command_line
+from specla.benchmarks.report import Goal, Report, Row, command_line, too_few
+from specla.client.cli.main import app
 
 
 def test_rows_are_medians_with_quartiles() -> None:
@@ -46,7 +51,33 @@ def test_json_holds_rows_goals_and_where_they_come_from(tmp_path: Path, monkeypa
     assert read["goals"] == [{"name": "g", "want": 1.0, "got": 2.0, "unit": "x", "sense": "at most", "met": False}]
     assert read["rows"][0]["median"] == 1.0
     assert "python" in read["versions"]
-    assert not made.all_met
+    assert not made.none_missed
+
+
+def test_goals_of_too_few_prompts_are_not_judged_and_the_output_says_why() -> None:
+    made = Report(title="t", device="d", unjudged=too_few(1, 8))
+    made.goals.append(Goal(name="g", want=1.0, got=2.0, unit="x", sense="at least"))
+    out = Console(file=io.StringIO(), width=200)
+    made.show(out)
+    assert isinstance(out.file, io.StringIO)
+    assert out.file.getvalue().splitlines()[-2:] == [
+        "not judged  g: 2 x, wanted at least 1",
+        "Goals are not judged: 1 prompt is too few, 8 or more are needed.",
+    ]
+    kept = made.to_json()
+    assert kept["goals"] == [{"name": "g", "want": 1.0, "got": 2.0, "unit": "x", "sense": "at least", "met": None}]
+    assert kept["notes"] == {"goals not judged": "1 prompt is too few, 8 or more are needed"}
+    assert made.none_missed
+    assert too_few(8, 8) == ""
+
+
+def test_a_short_run_of_the_drafters_judges_nothing(tiny_target: Path) -> None:
+    few = ["--limit", "1", "--rounds", "1", "--max-tokens", "4", "--temperatures", "0", "--threads", "1"]
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "drafters", "--target", str(tiny_target), *few])
+    assert done.exit_code == 0, done.output
+    assert "Goals are not judged: 1 prompt of each kind is too few" in done.stdout
+    assert len(re.findall("^not judged  ", done.stdout, re.M)) == 3
+    assert not re.search("^(NOT )?met  ", done.stdout, re.M)
 
 
 def test_a_commit_that_is_named_counts_before_what_git_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ async def test_a_request_chooses() -> None:
     assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
     await tell(both.generate(request(20, drafters=["none"])))
     assert (len(suffix.attachments), len(lookup.attachments)) == (1, 0)
-    with pytest.raises(InvalidRequestError, match="Known are lookup, none, suffix"):
+    with pytest.raises(InvalidRequestError, match="Known here: lookup, none, suffix"):
         await tell(both.generate(request(20, drafters=["other"])))
 
 
@@ -128,4 +128,24 @@ def test_a_drafter_that_is_back_is_said_once() -> None:
         member.failed(10.0)
         member.attached()
         member.attached()
-    assert [(line["event"], line["drafter"]) for line in told] == [("drafter back", "lookup")]
+    assert told == [{"event": "drafter back", "drafter": "lookup", "address": "lookup.test:1", "log_level": "info"}]
+
+
+async def test_logs_say_at_which_address_a_drafter_is_met_and_lost() -> None:
+    first, second = (ScriptedDrafter("lookup", address=f"{host}.test:50071") for host in ("first", "second"))
+    with capture_logs() as told:
+        verifier = ScriptedVerifier()
+        verifier.stall_at = 4
+        task = asyncio.create_task(tell(coordinator([verifier], [first, second]).generate(request(20))))
+        await until(lambda: first.attachments)
+        await asyncio.sleep(0.01)
+        first.attachments[0].lose()
+        await until(lambda: second.attachments)
+        verifier.go_on()
+        await task
+    met_or_lost = [(line["event"], line["address"]) for line in told if line["event"].startswith("drafter")]
+    assert met_or_lost == [
+        ("drafter connected", "first.test:50071"),
+        ("drafter connected", "second.test:50071"),
+        ("drafter lost", "first.test:50071"),
+    ]

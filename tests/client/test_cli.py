@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from specla.client.cli.exits import exit_codes
 from specla.client.cli.main import app
+from specla.drafter_service.config import BY_NAME, KNOWN
 
 BLOCKED = "import sys; sys.modules['torch'] = None; from specla.client.cli.main import run; run()"
 
@@ -61,6 +62,23 @@ def test_every_role_says_its_flags_without_torch(role: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "--port" in done.stdout
     assert "--config" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["generate"], ", ".join(BY_NAME)),
+        (["serve", "drafter"], "|".join(KNOWN)),
+        (["serve", "all"], "|".join(BY_NAME)),
+        (["demo"], "|".join(BY_NAME[1:])),
+        (["bench", "identity"], ", ".join(BY_NAME)),
+        (["bench", "drafters"], ", ".join(BY_NAME)),
+        (["bench", "price"], ", ".join(BY_NAME)),
+    ],
+)
+def test_help_lists_the_drafters_that_there_are(arguments: list[str], shown: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, "--help"])
+    assert shown in " ".join(done.output.split())
 
 
 def test_version() -> None:
@@ -160,21 +178,25 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(command: list[str], tmp_path
         (["generate", "a", "--timeout", "nan"], "timeout is nan. Give seconds"),
         (["generate", "a", "--threads", "-1"], "threads is -1. Give an integer from 0 to 1024"),
         (["generate", "a", "--device", "gpu"], "Give one of auto, cpu, cuda"),
-        (["generate", "a", "--target", "/nonexistent"], "there is no /nonexistent"),
         (["generate", "a", "--ca", __file__], "--ca has no meaning without --server"),
         (["serve", "all", "--drafters", "lookup,oracle"], "drafters: the drafter 'oracle' runs as a service only"),
+        (["generate", "a", "--drafter", "lookup", "--drafter", "lookup"], "drafter: 'lookup' is named twice. Name"),
+        (["serve", "all", "--drafters", "lookup,suffix,lookup"], "drafters: 'lookup' is named twice"),
+        (["serve", "coordinator", "--drafters", "a:1,a:1"], "drafters: 'a:1' is named twice"),
+        (["serve", "coordinator", "--verifiers", "a:1", "--verifiers", "a:1"], "'a:1' is named twice"),
+        (["bench", "identity", "--drafters", "none,suffix,suffix"], "'suffix' is named twice. Name it once"),
         (["serve", "all", "--threads", "-1"], "threads is -1"),
         (["serve", "verifier", "--max-rows", "0"], "max_rows is 0"),
         (["serve", "verifier", "--advertised-address", "here"], "advertised_address: 'here' is not HOST:PORT"),
         (["serve", "drafter", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
         (["serve", "coordinator", "--connect-ca", "/nonexistent"], "connect_ca: /nonexistent cannot be read"),
         (["serve", "coordinator", "--tls-cert", "/nonexistent", "--tls-key", "/"], "tls_cert: /nonexistent cannot be"),
-        (["bench", "identity", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "identity", "--drafters", "none,nosuch"], "no drafter is called 'nosuch'. Known here: none"),
         (["bench", "identity", "--temperatures", "0,-1"], "-1 is neither 0 (greedy) nor at least 0.0001"),
-        (["bench", "drafters", "--names", "none,oracle"], "known are none, lookup, suffix, random"),
+        (["bench", "drafters", "--names", "none,oracle"], "a service only. Known here: none, lookup, suffix, random"),
         (["bench", "drafters", "--temperatures", "nan"], "nan is neither 0"),
         (["bench", "drafters", "--max-tokens", "5000"], "4096"),
-        (["bench", "price", "--drafters", "none,nosuch"], "no drafter here is called 'nosuch'"),
+        (["bench", "price", "--drafters", "none,nosuch"], "no drafter is called 'nosuch'"),
         (["bench", "passes", "--rows", "2,nan"], "nan is no integer from 1 to 129"),
         (["health", "127.0.0.1:1", "--timeout", "-1"], "timeout is -1.0"),
         (["doctor", "--device", "gpu"], "device: device is 'gpu'. Give one of auto, cpu, cuda"),
@@ -191,6 +213,37 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(arguments: list[str
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "a"],
+        ["serve", "all", "--port", "0"],
+        ["serve", "verifier", "--port", "0"],
+        ["demo"],
+        *(["bench", name] for name in ("identity", "drafters", "price", "passes", "numerics")),
+    ],
+)
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_without_a_target_is_refused_everywhere_in_the_same_words(
+    command: list[str], exists: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path if exists else tmp_path / "nowhere"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--target", str(folder)])
+    what = f"{folder} lacks config.json, tokenizer.json, *.safetensors" if exists else f"there is no folder {folder}"
+    hint = "A target's folder holds config.json, tokenizer.json and *.safetensors"
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert done.stderr == f"specla: target: {what}. {hint}\n"
+
+
+@pytest.mark.parametrize(("role", "twice"), [("all", "suffix"), ("coordinator", "127.0.0.1:1")])
+def test_a_file_that_names_a_drafter_twice_is_refused(role: str, twice: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'drafters = ["{twice}", "{twice}"]\n')
+    done = specla("serve", role, "--config", str(file))
+    assert done.returncode == 2, done.stderr
+    assert f"specla: drafters: {twice!r} is named twice" in done.stderr
 
 
 def test_health_of_nothing_exits_1() -> None:

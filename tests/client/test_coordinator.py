@@ -4,6 +4,7 @@ from contextlib import aclosing
 import pytest
 from coordinating import PROMPT, SEED, TOKENIZER, Told, coordinator, kinds, request, tell, text_of, until
 from scripted_verifier import ScriptedVerifier
+from structlog.testing import capture_logs
 
 from specla.client.config import CoordinatorConfig
 from specla.client.coordinator.coordinator import Coordinator
@@ -107,6 +108,22 @@ async def test_the_death_of_a_verifier_moves_the_text() -> None:
     assert second.commands[0].start.numerics_id == "scripted"
     assert lost == [first]
     assert both.ready
+
+
+async def test_logs_say_at_which_address_a_verifier_is_met_and_lost() -> None:
+    first, second = ScriptedVerifier(address="first.test:50061"), ScriptedVerifier(address="second.test:50061")
+    first.stall_at = 21
+    with capture_logs() as told:
+        task = asyncio.create_task(tell(coordinator([first, second]).generate(request(40))))
+        await until(lambda: any(session.passes > 3 for session in first.sessions.values()))
+        first.die()
+        await task
+    assert sorted((line["event"], line["address"]) for line in told) == [
+        ("verifier connected", "first.test:50061"),
+        ("verifier connected", "second.test:50061"),
+        ("verifier gone", "first.test:50061"),
+        ("verifier lost", "first.test:50061"),
+    ]
 
 
 async def test_other_numerics_are_refused_unless_allowed() -> None:

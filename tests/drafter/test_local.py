@@ -10,7 +10,7 @@ from specla.drafter_service.drafters.oracle import OracleDrafter
 from specla.drafter_service.local import LocalAttachment, LocalDrafter
 from specla.drafter_service.tree import ROOT
 from specla.rpc.errors import InvalidRequestError, ServiceUnavailableError, SessionCancelledError, SpeclaError
-from specla.rpc.links import Wake
+from specla.rpc.links import IN_PROCESS, Wake
 from specla.v1 import drafter_pb2, verifier_pb2
 
 CONFIG = DrafterConfig(max_nodes=4)
@@ -24,6 +24,7 @@ class TextVerifier:
     def __init__(self, text: Sequence[int] = TEXT) -> None:
         self.text = text
         self.links: list[TextLink] = []
+        self.address = IN_PROCESS
 
     def target(self) -> verifier_pb2.GetTargetResponse:
         return verifier_pb2.GetTargetResponse(verifier_id="text")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from joined import Joined
 
-from specla.client import Delta, GenerateResult, Started
+from specla.client import Delta, GenerateResult, Local, Started
 from specla.client.tokenizer import Tokenizer
+from specla.drafter_service.config import DrafterConfig
 from specla.rpc.errors import DeadlineError, InvalidRequestError, PromptTooLongError
 
 PROMPT = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n    return result\n\n"
@@ -163,6 +164,7 @@ BROKEN = [
     ({"top_p": 0.0}, InvalidRequestError, "sampling.top_p"),
     ({"max_tokens": -1}, InvalidRequestError, "stopping.max_tokens"),
     ({"drafter": "nobody"}, InvalidRequestError, "drafters"),
+    ({"drafter": ["random", "random"]}, InvalidRequestError, "drafters"),
     ({"stop": [""]}, InvalidRequestError, "stopping.stop"),
     ({"logit_bias": {5: math.inf}}, InvalidRequestError, "sampling.logit_bias"),
 ]
@@ -244,3 +246,10 @@ def test_a_slow_reader_over_sockets_holds_nobody_back(processes: Joined) -> None
     assert len(other.token_ids) == 8
     events.close()
     processes.wait_until_empty()
+
+
+@pytest.mark.parametrize("drafters", [["lookup", "lookup"], ["suffix", DrafterConfig(name="suffix", max_nodes=2)]])
+def test_local_refuses_two_drafters_that_no_request_could_tell_apart(drafters: list[str | DrafterConfig]) -> None:
+    with pytest.raises(InvalidRequestError, match="twice") as refused:
+        Local("/nonexistent", drafters=drafters)
+    assert refused.value.field == "drafters"

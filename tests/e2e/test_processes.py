@@ -91,7 +91,7 @@ class TestCommandLine:
         there = self.run("generate", "-", *flags, "--server", cluster.coordinator.address, stdin=PROMPT)
         assert (here.returncode, there.returncode) == (0, 0), here.stderr + there.stderr
         one, other = json.loads(here.stdout), json.loads(there.stdout)
-        assert list(one) == ["text", "token_ids", "finish_reason", "seed", "usage"]
+        assert list(one) == ["text", "token_ids", "finish_reason", "seed", "numerics_id", "usage"]
         assert list(one["usage"]) == [
             "prompt_tokens",
             "completion_tokens",
@@ -156,7 +156,8 @@ class TestCommandLine:
         port = cluster.coordinator.address.rpartition(":")[2]
         done = self.run("serve", "drafter", "--name", "lookup", "--port", port)
         assert done.returncode == 1
-        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+        assert done.stderr.startswith(f"specla: cannot listen on 127.0.0.1:{port}: Address already in use. Another ")
+        assert done.stderr.count("\n") == 1, "gRPC has its own line"
 
 
 def test_serve_all_answers_reads_its_file_and_stops_well(

@@ -17,6 +17,7 @@ from product_tree import ROOT, load_tool
 from typer.testing import CliRunner
 
 from specla.client.cli.main import app
+from specla.drafter_service.config import FOR_TESTS, KNOWN
 from specla.v1 import generation_pb2, generation_pb2_grpc
 
 README = (ROOT / "README.md").read_text()
@@ -112,6 +113,11 @@ def test_node_program_runs_and_says_the_same(server: str) -> None:
     same = run([*command, "--max-tokens=100", "--json"])
     assert same.returncode == 0, same.stderr
     assert done.stdout.splitlines() == json.loads(same.stdout)["text"].splitlines()  # whatever ends a line
+
+
+def test_the_drafters_named_are_those_that_there_are() -> None:
+    (named,) = re.findall(r"^- Drafters: (.*?)\.", README, re.M | re.S)
+    assert re.findall(r"`(\w+)`", named) == [name for name in KNOWN if name not in FOR_TESTS]
 
 
 def test_links_lead_somewhere() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import shutil
 import subprocess
 import time
@@ -270,10 +271,24 @@ async def test_messages_beyond_the_limit_are_refused(channel: grpc.aio.Channel) 
     assert error.code == "RESOURCE_EXHAUSTED"
 
 
-async def test_a_busy_port_is_refused(server: GrpcServer, service: Service) -> None:
+async def test_a_busy_port_is_refused_in_our_words_alone(
+    server: GrpcServer, service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
     second = GrpcServer(ServingConfig(port=server.port), ["test.Test"], service.register)
-    with pytest.raises(ServiceUnavailableError, match=str(server.port)):
+    with pytest.raises(ServiceUnavailableError, match=f"127.0.0.1:{server.port}: Address already in use") as caught:
         await second.start()
+    assert "Another program has the port" in caught.value.hint
+    assert capfd.readouterr().err == "", "gRPC has words of its own"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]"])
+async def test_a_host_of_another_machine_is_refused(
+    host: str, service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ServiceUnavailableError, match=f"cannot listen on {re.escape(host)}:0: ") as caught:
+        GrpcServer(ServingConfig(host=host, insecure=True), ["test.Test"], service.register).bind()
+    assert "this machine" in caught.value.hint
+    assert capfd.readouterr().err == ""
 
 
 async def test_a_port_that_was_only_bound_is_let_go(service: Service) -> None:

@@ -26,7 +26,15 @@ class ScriptedVerifier:
         commands: everything that came, in order.
     """
 
-    def __init__(self, *, numerics_id: str = "scripted", tokenizer_hash: str = "", eos_at: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        numerics_id: str = "scripted",
+        tokenizer_hash: str = "",
+        eos_at: int | None = None,
+        address: str = "verifier.test:1",
+    ) -> None:
+        self.address = address
         self.stall_at: int | None = None
         self.refuse: list[SpeclaError] = []
         self.commands: list[verifier_pb2.SessionCommand] = []
@@ -161,7 +169,8 @@ class _Link:
 class ScriptedDrafter:
     """A DrafterPort that attaches, refuses or stays silent."""
 
-    def __init__(self, name: str, *, answers: bool = True, tokenizer_hash: str = "") -> None:
+    def __init__(self, name: str, *, answers: bool = True, tokenizer_hash: str = "", address: str = "") -> None:
+        self.address = address or f"{name}.test:1"
         self.answers = answers
         self.attachments: list[_Attachment] = []
         self._info = drafter_pb2.GetDrafterResponse(

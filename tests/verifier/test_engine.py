@@ -1,5 +1,6 @@
 """The engine's sessions: text against a full recompute, ends of text, failures, features, limits."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,6 +265,18 @@ def test_a_memory_limit_cuts_the_slots(tiny_target: Path) -> None:
         limited.memory.slots(50, max_rows=100_000, limit_mib=1)
 
 
+def test_memory_that_holds_no_session_is_refused_before_the_weights_are_read(tiny_target: Path, tmp_path: Path) -> None:
+    large = json.loads((tiny_target / "config.json").read_text()) | {"num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    (tmp_path / "tokenizer.json").write_bytes((tiny_target / "tokenizer.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InvalidRequestError, match="1 MiB hold no session") as refused:
+        Engine(VerifierConfig(target=tmp_path, threads=1, max_rows=129, memory_mib=1))
+    assert refused.value.field == "memory_mib"
+    with pytest.raises(UnsupportedModelError, match="cannot be read"):
+        Engine(VerifierConfig(target=tmp_path, threads=1, max_rows=129, memory_mib=100))
+
+
 def test_pass_times_are_measured_beside_open_sessions(engine: Engine) -> None:
     prompt = random_prompt(VOCAB, 12, seed=8)
     expected = generate(engine, prompt)
@@ -303,8 +316,9 @@ def test_names_of_a_target(tiny_target: Path, tiny_target_of: Callable[..., Path
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not exist"):
+    with pytest.raises(InvalidRequestError, match="there is no folder") as refused:
         Engine(VerifierConfig(target=tmp_path / "nowhere", device=device))  # type: ignore[arg-type]
+    assert refused.value.field == "target"
 
 
 def test_a_prompt_of_one_token_needs_no_prefill(engine: Engine) -> None:

@@ -1,12 +1,14 @@
 """Targets: what is loaded, what is refused, and the forward passes against the float64 model."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,12 +19,15 @@ from torch import Tensor
 
 from specla.kernels.topology import Topology
 from specla.kernels.tree import pack
-from specla.rpc.errors import UnsupportedModelError
+from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
+from specla.verifier_service.config import VerifierConfig
+from specla.verifier_service.memory import MIB
 from specla.verifier_service.state import StateStore
+from specla.verifier_service.target import check_memory_limit
 from specla.verifier_service.targets.config import GatedDeltaNetConfig
 from specla.verifier_service.targets.gated_deltanet import Kernels, Mode, prefill_chunk, prepare
 from specla.verifier_service.targets.tree_pass import tree_pass
-from specla.verifier_service.targets.weights import load_checkpoint
+from specla.verifier_service.targets.weights import expected_shapes, load_checkpoint
 
 VOCAB = 320
 NAN, INF = float("nan"), float("inf")
@@ -220,6 +225,23 @@ def test_checkpoints_that_are_refused(
     assert error.value.hint
 
 
+@pytest.mark.parametrize(("dtype", "least"), [("auto", 3), ("bfloat16", 3), ("float32", 5)])
+def test_a_gpus_limit_below_the_weights_is_refused_by_their_shapes_alone(
+    tiny_target: Path, dtype: Literal["auto", "bfloat16", "float32"], least: int
+) -> None:
+    model = replace(GatedDeltaNetConfig.from_folder(tiny_target), vocab_size=18_000)
+    count = sum(math.prod(shape) for shape in expected_shapes(model).values())
+    assert 2 * count / MIB < 3 < 4 * count / MIB < 5
+    for mib in (least - 1, least, 0):
+        config = VerifierConfig(target=tiny_target, device="cuda", dtype=dtype, memory_mib=mib)
+        if mib == least - 1:
+            with pytest.raises(InvalidRequestError, match=rf"{mib} MiB hold no session.*Give {least} MiB or") as error:
+                check_memory_limit(config, model)
+            assert error.value.field == "memory_mib"
+        else:
+            check_memory_limit(config, model)
+
+
 def test_broken_files_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     config = GatedDeltaNetConfig.from_folder(tiny_target)
     with pytest.raises(UnsupportedModelError, match="does not exist"):
@@ -227,7 +249,7 @@ def test_broken_files_are_refused(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UnsupportedModelError, match="cannot be read"):
         load_checkpoint(tmp_path, config)
-    with pytest.raises(UnsupportedModelError, match="does not exist"):
+    with pytest.raises(InvalidRequestError, match=r"lacks config\.json"):
         GatedDeltaNetConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="not JSON"):

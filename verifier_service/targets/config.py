@@ -2,12 +2,12 @@
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from specla.rpc.errors import UnsupportedModelError
+from specla.rpc.errors import InvalidRequestError, UnsupportedModelError
 
 MODEL_TYPE = "gated_deltanet"
 ACTIVATIONS = ("swish", "silu", "sigmoid")
@@ -24,6 +24,27 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "swish"),
     "use_short_conv": (None, True),
 }
+
+
+FILES = ("config.json", "tokenizer.json", "*.safetensors")
+
+
+def check_folder(folder: Path, needed: Sequence[str] = FILES) -> None:
+    """Refuse a folder that holds no target; every command does it here, so in the same words.
+
+    Args:
+        needed: files of it, or patterns of files.
+
+    Raises:
+        InvalidRequestError: there is no such folder, or it lacks one of these.
+    """
+    missing = [name for name in needed if not any(path.is_file() for path in folder.glob(name))]
+    if missing:
+        raise InvalidRequestError(
+            "target",
+            f"{folder} lacks {', '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}",
+            hint=f"A target's folder holds {', '.join(FILES[:-1])} and {FILES[-1]}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +158,10 @@ class GatedDeltaNetConfig:
         """Read config.json, and the end-of-text ids of generation_config.json where it names them.
 
         Raises:
-            UnsupportedModelError: no such file, not JSON, or a model this project does not run.
+            InvalidRequestError: no such file.
+            UnsupportedModelError: not JSON, or a model this project does not run.
         """
+        check_folder(folder, FILES[:1])
         values = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         if generation.exists():
@@ -195,11 +218,6 @@ def _unsupported(name: str, found: object, supported: str) -> UnsupportedModelEr
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UnsupportedModelError(
-            f"{path} does not exist",
-            hint="Give a folder with config.json, *.safetensors and tokenizer.json",
-        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
