@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specla.benchmarks.report import Report
-from specla.client.default_target import default_target
 from specla.drafter_service.config import BY_NAME, DrafterConfig
 from specla.rpc.errors import InvalidRequestError
 from specla.verifier_service.config import VerifierConfig
@@ -58,6 +57,8 @@ def folder_of(target: Path | None) -> Path:
     Raises:
         InvalidRequestError: it holds no target.
     """
+    from specla.client.default_target import default_target  # brings protobuf, which not all benchmarks need
+
     folder = target or default_target()
     check_folder(folder)
     return folder
