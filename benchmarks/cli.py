@@ -142,6 +142,7 @@ def drafters(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 192,
     temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,0.7,1",
+    at_once: Annotated[int, typer.Option(min=1, max=256, help="Texts at a time.")] = 1,
     numerics: NumericsOption = "exact",
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 0,
@@ -153,20 +154,18 @@ def drafters(
     from specla.benchmarks import drafters as work
     from specla.benchmarks.prompt_set import load
     from specla.client.local import Local
+    from specla.verifier_service.config import VerifierConfig
 
     folder = folder_of(target)
     prompts_of = {domain: load(prompts, domain=domain, limit=limit) for domain in (work.REPEATING, work.PROSE)}
+    sessions = max(VerifierConfig.max_sessions, at_once)
+    config = VerifierConfig(target=folder, device=device, numerics=numerics, threads=threads, max_sessions=sessions)
     with (
-        Local(
-            folder,
-            drafters=[n for n in all_names if n != "none"],
-            device=device,
-            numerics=numerics,
-            threads=threads,
-        ) as local,
+        Local(verifier=config, drafters=[n for n in all_names if n != "none"]) as local,
         progress_bar() as progress,
     ):
-        made = Report(title="Drafters over plain decoding", device=_name_of(device))
+        together = f", {at_once} texts at a time" if at_once > 1 else ""
+        made = Report(title=f"Drafters over plain decoding{together}", device=_name_of(device))
         made.unjudged = too_few(min(map(len, prompts_of.values())), work.LEAST_PROMPTS, " of each kind")
         made.notes.update(temperatures=temperatures, max_tokens=max_tokens, rounds=rounds, numerics=numerics)
         made.notes["numerics_id"] = local.model().numerics_id
@@ -175,7 +174,7 @@ def drafters(
             ratios = {}
             for domain, chosen in prompts_of.items():
                 case = f"{domain}, T = {degrees:g}"
-                task = progress.add_task(case, total=rounds * len(chosen) * len(all_names))
+                task = progress.add_task(case, total=rounds * len(all_names) * work.samples_of(len(chosen), at_once))
                 timed = work.measure(
                     local,
                     chosen,
@@ -183,9 +182,10 @@ def drafters(
                     rounds=rounds,
                     max_tokens=max_tokens,
                     temperature=degrees,
+                    at_once=at_once,
                     progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
                 )
-                ratios[domain] = work.add_rows(made, case, timed, prompts=len(chosen))
+                ratios[domain] = work.add_rows(made, case, timed)
             work.add_goals(made, degrees, ratios[work.REPEATING], ratios[work.PROSE])
     finish(made, json)
 

@@ -1,8 +1,11 @@
 """Is it sooner? Each drafter against plain decoding, on code that repeats itself and on prose, interleaved."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from specla.benchmarks.identity import Generator
 from specla.benchmarks.prompt_set import Prompt
@@ -23,6 +26,14 @@ def warm_up(generator: Generator, drafters: Sequence[str]) -> None:
     gc.freeze()
 
 
+class Sample(NamedTuple):
+    """Some texts with one drafter, one after the other or several at a time."""
+
+    seconds: float
+    """Until the last of them was there."""
+    results: list[GenerateResult]
+
+
 def measure(
     generator: Generator,
     prompts: Sequence[Prompt],
@@ -31,49 +42,71 @@ def measure(
     rounds: int,
     max_tokens: int,
     temperature: float,
+    at_once: int,
     progress: Callable[[], None],
-) -> dict[str, list[tuple[float, GenerateResult]]]:
-    """Seconds and result of each text by drafter; the drafters take turns on every prompt, in rotating order.
+) -> dict[str, list[list[Sample]]]:
+    """Samples of each round by drafter; the drafters take turns, in rotating order.
+
+    One text at a time, on every prompt; several at a time, on all prompts together, with as many seeds as give each
+    place two texts or more.
 
     Raises:
         RuntimeError: a drafter changed a text.
     """
-    timed: dict[str, list[tuple[float, GenerateResult]]] = {drafter: [] for drafter in drafters}
-    for turn in range(rounds):
-        for number, prompt in enumerate(prompts):
-            shift = (turn + number) % len(drafters)
-            texts: dict[str, list[int]] = {}
-            for drafter in [*drafters[shift:], *drafters[:shift]]:
-                start = time.perf_counter()
-                result = generator.generate(
-                    prompt.text, drafter=drafter, max_tokens=max_tokens, temperature=temperature, seed=turn
-                )
-                timed[drafter].append((time.perf_counter() - start, result))
-                texts[drafter] = list(result.token_ids)
-                progress()
-            if any(ids != texts[drafters[0]] for ids in texts.values()):
-                raise RuntimeError(f"prompt {prompt.id}: the drafters' texts differ; no speed is reported")
+    timed: dict[str, list[list[Sample]]] = {drafter: [[] for _ in range(rounds)] for drafter in drafters}
+    with ThreadPoolExecutor(at_once) as pool:
+        for turn in range(rounds):
+            for number, jobs in enumerate(_jobs(prompts, turn, at_once)):
+                shift = (turn + number) % len(drafters)
+                texts: dict[str, list[list[int]]] = {}
+                for drafter in [*drafters[shift:], *drafters[:shift]]:
+
+                    def run(job: tuple[Prompt, int], drafter: str = drafter) -> GenerateResult:
+                        prompt, seed = job
+                        return generator.generate(
+                            prompt.text, drafter=drafter, max_tokens=max_tokens, temperature=temperature, seed=seed
+                        )
+
+                    start = time.perf_counter()
+                    results = list(map(run, jobs)) if at_once == 1 else list(pool.map(run, jobs))
+                    timed[drafter][turn].append(Sample(time.perf_counter() - start, results))
+                    texts[drafter] = [list(result.token_ids) for result in results]
+                    progress()
+                if any(ids != texts[drafters[0]] for ids in texts.values()):
+                    which = f"prompt {jobs[0][0].id}" if len(jobs) == 1 else f"{at_once} at a time"
+                    raise RuntimeError(f"{which}: the drafters' texts differ; no speed is reported")
     return timed
 
 
-def add_rows(
-    made: Report, case: str, timed: dict[str, list[tuple[float, GenerateResult]]], *, prompts: int
-) -> dict[str, float]:
+def samples_of(prompts: int, at_once: int) -> int:
+    """Of a round, by drafter."""
+    return prompts if at_once == 1 else 1
+
+
+def _jobs(prompts: Sequence[Prompt], turn: int, at_once: int) -> list[list[tuple[Prompt, int]]]:
+    """What a round's samples generate: prompts and seeds."""
+    if at_once == 1:
+        return [[(prompt, turn)] for prompt in prompts]
+    copies = math.ceil(2 * at_once / len(prompts))
+    return [[(prompt, turn * copies + copy) for copy in range(copies) for prompt in prompts]]
+
+
+def add_rows(made: Report, case: str, timed: dict[str, list[list[Sample]]]) -> dict[str, float]:
     """Rows of one case; returns each drafter's speed over plain decoding (total time over total time)."""
     ratios: dict[str, float] = {}
-    plain = [seconds for seconds, _ in timed["none"]]
-    for drafter, runs in timed.items():
-        tokens = sum(len(result.token_ids) for _, result in runs)
-        passes = sum(result.usage.target_passes for _, result in runs)
-        speeds = [len(result.token_ids) / seconds for seconds, result in runs]
+    plain = [sum(sample.seconds for sample in samples) for samples in timed["none"]]
+    for drafter, by_round in timed.items():
+        samples = [sample for samples in by_round for sample in samples]
+        results = [result for sample in samples for result in sample.results]
+        tokens = sum(len(result.token_ids) for result in results)
+        passes = sum(result.usage.target_passes for result in results)
+        speeds = [sum(len(result.token_ids) for result in sample.results) / sample.seconds for sample in samples]
         made.rows.append(Row.of(case, f"{drafter}: speed", speeds, "tokens/s"))
         made.rows.append(Row.of(case, f"{drafter}: tokens a target pass", [tokens / passes], "tokens"))
-        by_round = [
-            sum(plain[i : i + prompts]) / sum(seconds for seconds, _ in runs[i : i + prompts])
-            for i in range(0, len(runs), prompts)
-        ]
-        made.rows.append(Row.of(case, f"{drafter}: over none", by_round, "x"))
-        ratios[drafter] = sum(plain) / sum(seconds for seconds, _ in runs)
+        seconds = [sum(sample.seconds for sample in samples) for samples in by_round]
+        over = [one / other for one, other in zip(plain, seconds, strict=True)]
+        made.rows.append(Row.of(case, f"{drafter}: over none", over, "x"))
+        ratios[drafter] = sum(plain) / sum(seconds)
     return ratios
 
 

@@ -36,7 +36,9 @@ def test_a_cycle_is_what_the_backend_would_run_over_and_over(rows: int, worth: i
         assert len(step.pool_rows) == rows
         assert set(step.pool_rows).isdisjoint([*step.pending, *step.history])
         assert len(step.pending) == (i + 1) * accepted <= PENDING
-        assert step.write_state == stores(len(step.pending), len(topology.levels), rows, pool, PENDING, MOST_PENDING, worth)
+        assert step.write_state == stores(
+            len(step.pending), len(topology.levels), rows, pool, PENDING, MOST_PENDING, worth
+        )
         assert step.pending[-accepted:] == steps[i - 1].pool_rows[:accepted] or i == 0
         assert -1 not in step.history
 
