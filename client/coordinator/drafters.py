@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from specla.rpc.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError, SpeclaError
-from specla.rpc.links import Attachment, DrafterPort
+from specla.rpc.links import Attachment, DrafterPort, Wake
 from specla.v1 import common_pb2, drafter_pb2, verifier_pb2
 
 log = structlog.get_logger(__name__)
@@ -122,15 +122,16 @@ class Attaching:
         candidates: Sequence[DrafterMember],
         session_id: bytes,
         send: Callable[[verifier_pb2.SessionCommand], None],
-        ring: Callable[[], None],
+        wake: Wake,
         *,
         timeout: float,
     ) -> None:
+        """`wake` rings the generation's bell, from any thread; `timeout` in seconds."""
         self.wait_until: float | None = None
         self._candidates = candidates
         self._session_id = session_id
         self._send = send
-        self._ring = ring
+        self._wake = wake
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._member: DrafterMember | None = None
@@ -211,9 +212,3 @@ class Attaching:
             member.failed(self._loop.time())
         self.end()
         self.begin()
-
-    def _wake(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._ring)
-        except RuntimeError:
-            return  # the loop is closed: nobody is left to tell

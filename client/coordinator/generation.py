@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
 import structlog
 from google.protobuf.duration_pb2 import Duration
@@ -246,7 +247,11 @@ class _Visit:
         self.session_id = secrets.token_bytes(16)
         self.mailbox = member.open(self.session_id, ring)
         self.attaching = Attaching(
-            drafters, self.session_id, lambda command: member.send([command]), ring, timeout=config.attach_timeout_s
+            drafters,
+            self.session_id,
+            lambda command: member.send([command]),
+            partial(member.waker.call, ring),
+            timeout=config.attach_timeout_s,
         )
         self.opened = False
         self.over = False  # the verifier has ended it

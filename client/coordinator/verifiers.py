@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from specla.rpc.errors import ServiceUnavailableError, SpeclaError
 from specla.rpc.links import VerifierPort
+from specla.rpc.waker import LoopWaker
 from specla.v1 import verifier_pb2
 
 
@@ -33,16 +35,20 @@ class Mailbox:
 
 
 class VerifierMember:
-    """One verifier and this coordinator's link to it. Everything but `_wake` runs on the event loop."""
+    """One verifier and this coordinator's link to it. Everything but its waker runs on the event loop.
+
+    Attributes:
+        waker: calls that loop, from any thread, once for all that happened since: what the verifier says, and what
+            drafters say while its thread leads to them.
+    """
 
     def __init__(self, port: VerifierPort, on_lost: Callable[["VerifierMember"], None]) -> None:
         self.port = port
         self.target = port.target()
-        self._loop = asyncio.get_running_loop()
+        self.waker = LoopWaker(asyncio.get_running_loop())
         self._on_lost = on_lost
         self._mailboxes: dict[bytes, Mailbox] = {}
-        self._called = False
-        self._link = port.connect_coordinator(self._wake)
+        self._link = port.connect_coordinator(partial(self.waker.call, self._deliver))
 
     @property
     def sessions(self) -> int:
@@ -73,19 +79,8 @@ class VerifierMember:
         for mailbox in self._mailboxes.values():
             mailbox.lose(ServiceUnavailableError("the coordinator is closing"))
 
-    def _wake(self) -> None:
-        # From any thread, often many times before the loop runs: one call is enough for all of them.
-        if self._called:
-            return
-        self._called = True
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:
-            return  # the loop is closed: nobody is left to tell
-
     def _deliver(self) -> None:
-        self._called = False  # before `take`: what comes later calls again
-        lost = self._link.lost  # before `take` too: what arrived before the loss still counts
+        lost = self._link.lost  # before `take`: what arrived before the loss still counts
         for event in self._link.take():
             mailbox = self._mailboxes.get(event.session_id)
             if mailbox is not None:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from specla.client.coordinator.drafters import Attaching, DrafterMember
 from specla.rpc.errors import InvalidRequestError
-from specla.v1 import common_pb2, verifier_pb2
+from specla.v1 import common_pb2, drafter_pb2, verifier_pb2
 
 
 async def test_the_preferred_one_gets_a_token_and_detaches_at_the_end() -> None:
@@ -22,6 +22,26 @@ async def test_the_preferred_one_gets_a_token_and_detaches_at_the_end() -> None:
     assert attachment.request.attach_token == bytes([1]) * 16
     assert attachment.cancelled
     assert verifier.commands[0].start.keep == common_pb2.FeatureSpec(layers=[6], window=6)
+
+
+async def test_what_verifier_and_drafter_say_in_one_go_calls_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process the verifier's thread leads to the drafter, so both speak before the loop runs; a call is dear."""
+    verifier, drafter = ScriptedVerifier(), ScriptedDrafter("only", answers=False)
+    verifier.stall_at = 4
+    task = asyncio.create_task(tell(coordinator([verifier], [drafter]).generate(request(20))))
+    await until(lambda: drafter.attachments)
+    await asyncio.sleep(0.01)
+    loop, calls = asyncio.get_running_loop(), list[object]()
+    call = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given))[1])
+    (session_id,) = verifier.sessions
+    drafter.attachments[0].say(attached=drafter_pb2.DrafterAttached())
+    verifier.emit(session_id, drafter_changed=verifier_pb2.DrafterChanged(attached=True, epoch=1))
+    assert len(calls) == 1
+    await asyncio.sleep(0.1)  # longer than attaching may take: that it has was heard
+    assert not drafter.attachments[0].cancelled
+    verifier.go_on()
+    assert (await task).ids == text_of(20)
 
 
 async def test_a_request_chooses() -> None:
