@@ -65,6 +65,7 @@ def engine_of(weights: GpuWeights, mode: Mode, *, sessions: int, max_rows: int) 
 def iterations(engine: Engine, case: Case, passes: int = PASSES) -> Iterations:
     """Of consecutive passes, in the mode that a scheduler runs them in."""
     assert isinstance(engine.backend, GpuBackend)
+    engine.backend.prepare([case.topology] * case.sessions)  # else they run on what the start-up proof was made for
     items = [_item(engine, case, seed) for seed in range(case.sessions)]
     whole, alone = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     pending = engine.backend.store.in_use.words[:, 0]

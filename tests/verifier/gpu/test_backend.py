@@ -309,7 +309,7 @@ def test_a_pass_whose_tokens_do_not_come_is_an_error_once_the_device_was_asked(
     assert asked == ["ended"] * 2
     monkeypatch.setattr(torch.cuda, "current_stream", Gone)
     with pytest.raises(RuntimeError, match="is gone"):
-        run.buffers.batch.put((chain(3),), np.array([0], np.int32), PoolTable(2, 16, 4), 8)
+        run.buffers.batch.put((chain(3),), np.array([0], np.int32), PoolTable(2, 16, 4), 8, 4)
     run.buffers.errors[2] = 0
     run.wait()
     tokens, errors = run.buffers.results()
