@@ -88,7 +88,7 @@ class GrpcServer:
             pem = ", or tls_cert and tls_key are no PEM pair" if self.config.tls_cert is not None else ""
             raise ServiceUnavailableError(
                 f"cannot listen on {wanted}",
-                hint=f"Another program took the port just now{pem}",
+                hint=f"Another program took the port just now, or the host is abbreviated: write the host in full{pem}",
             )
 
     async def start(self) -> None:
@@ -145,18 +145,22 @@ def _check_free(host: str, port: int, wanted: str) -> None:
     """
     try:
         places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for i, (family, kind, protocol, _, place) in enumerate(places, 1):
+        faults = []
+        for family, kind, protocol, _, place in places:
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: one just closed is free
                     probe.bind(place)
-                return  # of several addresses, gRPC is content with one
-            except OSError:
-                if i == len(places):
-                    raise
-    except OSError as error:
-        hint = _MENDING.get(error.errno or 0, "Give an address of this machine")
-        raise ServiceUnavailableError(f"cannot listen on {wanted}: {error.strerror}", hint=hint) from None
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise  # at one of them: the name would lead to two programs
+                faults.append(error)
+        if len(faults) == len(places):  # of several addresses, gRPC is content with one
+            raise faults[-1]
+    except (OSError, UnicodeError) as error:
+        code, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, "this is no host's name")
+        hint = _MENDING.get(code or 0, "Give an address of this machine")
+        raise ServiceUnavailableError(f"cannot listen on {wanted}: {why}", hint=hint) from None
 
 
 def _server_options() -> list[tuple[str, int]]:

@@ -76,11 +76,11 @@ def generate(
 
 
 def figures(result: GenerateResult, seconds: float) -> str:
-    """One line: how much, how fast, how well drafted. `seconds` from the session's opening, prefill included."""
-    usage = result.usage
-    rate = usage.completion_tokens / seconds if seconds > 0 else 0.0
+    """One line: how much came, how fast, how well drafted; `seconds` from the session's opening, prefill included."""
+    usage, tokens = result.usage, len(result.token_ids)
+    rate = tokens / seconds if seconds > 0 else 0.0
     return (
-        f"{usage.completion_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s; "
+        f"{tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s; "
         f"{usage.target_passes} passes, {usage.accepted_tokens} of {usage.drafted_tokens} drafted accepted; "
         f"ended by {result.finish_reason}; seed {result.seed}"
     )
@@ -156,12 +156,16 @@ def _resumed(file: Path, options: Options) -> SoFar:
         kinds = [(former.text, str), (seed, int), (numerics_id, str), *((token, int) for token in former.token_ids)]
         if not all(type(value) is kind for value, kind in kinds):
             raise TypeError
+        (former.text + numerics_id).encode()  # no half of a surrogate pair
+        ended = part["finish_reason"]
     except OSError as error:
         raise InvalidRequestError("resume", f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
             "resume", f"{file} is no output of --json", hint="Give what `specla generate --json` printed"
         ) from None
+    if ended is not None:  # its text has what was held back until its end, and would have it again
+        raise InvalidRequestError("resume", f"the text of {file} had ended ({ended})", hint="Give one that broke off")
     options["resumed_ids"], options["seed"], options["numerics_id"] = former.token_ids, seed, numerics_id
     return former
 

@@ -112,7 +112,9 @@ def _generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Go on with the same prompt's --json, which broke off."),
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Go on with a --json of the same prompt and options that broke off."
+        ),
     ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
     ca: Annotated[Path | None, _CA] = None,

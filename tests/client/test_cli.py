@@ -237,6 +237,12 @@ def test_a_folder_without_a_target_is_refused_everywhere_in_the_same_words(
     assert done.stderr == f"specla: target: {what}. {hint}\n"
 
 
+def test_a_folder_that_cannot_be_looked_into_is_refused() -> None:
+    done = CliRunner().invoke(app, ["generate", "a", "--target", "a" * 5000])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert "cannot be read: File name too long" in done.stderr
+
+
 @pytest.mark.parametrize(("role", "twice"), [("all", "suffix"), ("coordinator", "127.0.0.1:1")])
 def test_a_file_that_names_a_drafter_twice_is_refused(role: str, twice: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"

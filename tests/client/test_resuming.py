@@ -40,6 +40,12 @@ async def specla_generate(*flags: str, breaks_at: int | None = None) -> tuple[in
     return process.returncode, out.decode(), errors.decode()
 
 
+def part(**changed: object) -> str:
+    """What --json prints of a generation that broke off, but for what is changed."""
+    printed = {"text": "a", "token_ids": [1], "finish_reason": None, "seed": 1, "numerics_id": "b", "usage": None}
+    return json.dumps(printed | changed)
+
+
 async def test_a_stream_that_breaks_says_how_to_go_on() -> None:
     status, text, errors = await specla_generate("--seed", "11", breaks_at=21)
     first, second = errors.splitlines()
@@ -54,10 +60,11 @@ async def test_json_of_a_broken_stream_is_resumed_as_if_nothing_had_happened(tmp
     whole = json.loads(out)
     assert (status, len(whole["token_ids"]), whole["numerics_id"]) == (0, 40, "scripted")
     status, out, errors = await specla_generate("--seed", "11", "--json", breaks_at=21)
-    part = json.loads(out)
+    broken = json.loads(out)
     assert status == 1
-    assert part["token_ids"] == whole["token_ids"][:21]
-    assert (part["seed"], part["numerics_id"], part["finish_reason"], part["usage"]) == (11, "scripted", None, None)
+    assert broken["token_ids"] == whole["token_ids"][:21]
+    assert (broken["seed"], broken["numerics_id"]) == (11, "scripted")
+    assert (broken["finish_reason"], broken["usage"]) == (None, None)
     assert "broken off after 21 tokens" in errors
     file = tmp_path / "part.json"
     file.write_text(out)
@@ -71,6 +78,7 @@ async def test_json_of_a_broken_stream_is_resumed_as_if_nothing_had_happened(tmp
     done = json.loads(out)
     assert (done["text"], done["token_ids"]) == (whole["text"], whole["token_ids"])
     assert done["usage"]["completion_tokens"] == 40
+    assert errors.startswith(f"{40 - len(again['token_ids'])} tokens in "), "the speed is of what came now"
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,13 @@ async def test_json_of_a_broken_stream_is_resumed_as_if_nothing_had_happened(tmp
     [
         ("{", [], "resume: "),
         ("[]", [], "is no output of --json"),
+        ("[" * 100_000, [], "is no output of --json"),
+        (part(text="\ud800"), [], "is no output of --json"),
+        (part(numerics_id="\ud800"), [], "is no output of --json"),
+        (part(finish_reason="length"), [], "had ended (length)"),
         ('{"token_ids": [1], "seed": 1, "text": "a"}', [], "is no output of --json"),
-        ('{"token_ids": [1.5], "seed": 1, "text": "a", "numerics_id": "b"}', [], "is no output of --json"),
-        ('{"token_ids": [1], "seed": 1, "text": "a", "numerics_id": "b"}', ["--seed", "2"], "--seed has no meaning"),
+        (part(token_ids=[1.5]), [], "is no output of --json"),
+        (part(), ["--seed", "2"], "--seed has no meaning"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(content: str, flags: list[str], says: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -289,6 +290,41 @@ async def test_a_host_of_another_machine_is_refused(
         GrpcServer(ServingConfig(host=host, insecure=True), ["test.Test"], service.register).bind()
     assert "this machine" in caught.value.hint
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_a_name_one_of_whose_addresses_has_the_port_taken_is_refused(
+    taken: int, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = GrpcServer(ServingConfig(port=0), ["test.Test"], service.register)
+    first.bind()
+    hosts = ["127.0.0.2", "127.0.0.2"]
+    hosts[taken] = "127.0.0.1"
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, first.port)) for host in hosts]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    second = GrpcServer(ServingConfig(host="localhost", port=first.port), ["test.Test"], service.register)
+    with pytest.raises(ServiceUnavailableError, match="Address already in use"):
+        second.bind()
+    await first.stop(grace_s=0)
+
+
+async def test_a_name_with_an_address_that_is_not_there_is_served_at_the_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    server = GrpcServer(ServingConfig(host="localhost"), ["test.Test"], service.register)
+    server.bind()
+    assert server.port
+    await server.stop(grace_s=0)
+
+
+@pytest.mark.parametrize(
+    ("host", "says"), [("a..b", "is no host's name"), ("a" * 300, "is no host's name"), ("127.1", "host in full")]
+)
+async def test_a_host_that_cannot_be_read_is_refused(host: str, says: str, service: Service) -> None:
+    with pytest.raises(ServiceUnavailableError, match=says):
+        GrpcServer(ServingConfig(host=host, insecure=True), ["test.Test"], service.register).bind()
 
 
 async def test_a_port_that_was_only_bound_is_let_go(service: Service) -> None:

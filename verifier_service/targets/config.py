@@ -36,14 +36,16 @@ def check_folder(folder: Path, needed: Sequence[str] = FILES) -> None:
         needed: files of it, or patterns of files.
 
     Raises:
-        InvalidRequestError: there is no such folder, or it lacks one of these.
+        InvalidRequestError: there is no such folder, it cannot be looked into, or it lacks one of these.
     """
-    missing = [name for name in needed if not any(path.is_file() for path in folder.glob(name))]
+    try:
+        missing = [name for name in needed if not any(path.is_file() for path in folder.glob(name))]
+        fault = f"{folder} lacks {', '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}"
+    except OSError as error:
+        missing, fault = [*needed], f"{folder} cannot be read: {error.strerror}"
     if missing:
         raise InvalidRequestError(
-            "target",
-            f"{folder} lacks {', '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}",
-            hint=f"A target's folder holds {', '.join(FILES[:-1])} and {FILES[-1]}",
+            "target", fault, hint=f"A target's folder holds {', '.join(FILES[:-1])} and {FILES[-1]}"
         )
 
 

@@ -1,19 +1,32 @@
 """Which bucket a pass runs in, what is prepared at the start, and the memory that passes share."""
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_cases import chain
+from tree_cases import chain, random_tree
 
+from specla.kernels.gpu.factor_pool import PoolTable
+from specla.kernels.gpu.pass_batch import PassBatch
 from specla.kernels.gpu.selector import Choice
 from specla.kernels.gpu.upload import Upload
 from specla.kernels.topology import Topology
 from specla.verifier_service.gpu.arena import Layout
-from specla.verifier_service.gpu.buckets import TREE_ROWS, bucket_of, chain_rows, usual_batches
+from specla.verifier_service.gpu.buckets import (
+    MOST_PENDING,
+    PENDING,
+    TREE_ROWS,
+    bucket_of,
+    chain_rows,
+    usual_batches,
+    worth_waiting,
+)
 from specla.verifier_service.gpu.pass_run import PassKey
+from specla.verifier_service.gpu.store import pool_rows
 
 
 @given(st.lists(st.integers(1, 129), min_size=1, max_size=40), st.integers(129, 400))
@@ -26,6 +39,25 @@ def test_a_bucket_holds_its_pass_and_is_one_of_few(sizes: list[int], most_rows: 
     assert bucket.rows <= max(2 * total, bucket.tree_rows, bucket.sessions)
     if total <= most_rows:
         assert bucket.rows <= max(most_rows, bucket.sessions)
+
+
+@pytest.mark.parametrize("serial", [True, False])
+@given(st.integers(0, 1 << 30), st.sampled_from([1, 16, 64, 129]), st.integers(1, 12))
+def test_a_pool_has_rows_for_every_pass(serial: bool, seed: int, max_rows: int, taps: int) -> None:
+    """Trees of any sizes in any order: once the states that many rows wait for are written, a pass finds its rows."""
+    drawn, slots = random.Random(seed), np.arange(2, dtype=np.int32)
+    table = PoolTable(2, pool_rows(max_rows, MOST_PENDING, taps), taps)
+    batch = PassBatch(bucket_of([chain(max_rows)] * 2, 2 * max_rows, taps, 1), "cpu")
+    for _ in range(40):
+        trees = tuple(random_tree(drawn, min(max_rows, drawn.choice(TREE_ROWS))) for _ in slots)
+        if not batch.put(trees, slots, table, MOST_PENDING, worth_waiting(serial=serial)):
+            for pool in table.slots:
+                if len(pool.pending) > MOST_PENDING:
+                    pool.flushed()
+            assert batch.put(trees, slots, table, MOST_PENDING, worth_waiting(serial=serial))
+        batch.stored(table)
+        assert all(len(pool.pending) <= PENDING for pool in table.slots)
+        table.accept(slots, [range(drawn.randint(1, len(tree.levels))) for tree in trees])
 
 
 def test_usual_batches_are_all_sizes_that_fit() -> None:
