@@ -317,12 +317,16 @@ async def test_a_busy_port_is_known_before_the_target_is_loaded(server: Verifier
         await serve_verifier(VerifierConfig(target=tmp_path, port=server.port))
 
 
-async def test_a_target_that_cannot_be_loaded_lets_the_port_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json", "model.safetensors")])
+async def test_a_target_that_cannot_be_loaded_lets_the_port_go(tmp_path: Path, files: tuple[str, ...]) -> None:
+    """A folder that holds none, and one whose files are no target."""
+    for name in files:
+        (tmp_path / name).write_text("{}")
     free = GrpcServer(ServingConfig(), [], lambda server: None)
     free.bind()
     await free.stop(grace_s=0)
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError):
+        with pytest.raises(UnsupportedModelError if files else InvalidRequestError):
             await serve_verifier(VerifierConfig(target=tmp_path, port=free.port))
 
 
