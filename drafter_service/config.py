@@ -18,7 +18,6 @@ BY_NAME: tuple[NameAlone, ...] = get_args(NameAlone)
 
 KNOWN: tuple[Name, ...] = get_args(Name)
 DEFAULTS: tuple[NameAlone, ...] = ("suffix", "lookup")  # of one process, the preferred one first
-FOR_TESTS: tuple[Name, ...] = ("random", "oracle")
 PATTERN = re.compile(r"(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")
 ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 

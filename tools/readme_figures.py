@@ -37,8 +37,8 @@ def section(name: str, result: dict[str, Any]) -> list[str]:
     lines = [f"### {result['title']}", "", f"`{result['command']}`, {result['date']}, {result['device']} ({versions})"]
     goals = result["goals"]
     if len(goals) > _MOST_GOALS:
-        missed = [goal for goal in goals if not goal["met"]]
-        lines += ["", f"{len(goals) - len(missed)} of {len(goals)} goals are met."]
+        missed = [goal for goal in goals if goal["met"] is False]
+        lines += ["", f"{sum(goal['met'] is True for goal in goals)} of {len(goals)} goals are met."]
         lines += ["", *goal_table(missed)] if missed else []
         lines += ["", *folded("goals", goal_table(goals))]
     elif goals:

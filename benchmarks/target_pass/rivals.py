@@ -20,7 +20,7 @@ from specla.kernels.gpu.factor_pool import FactorPool
 from specla.kernels.gpu.layer_rows import LayerRows
 from specla.kernels.gpu.pass_batch import PassBatch
 from specla.kernels.gpu.product import product, product_parts
-from specla.verifier_service.gpu.buckets import MOST_PENDING
+from specla.verifier_service.gpu.buckets import worth_waiting
 from specla.verifier_service.gpu.forward import run_rows, sample_rows
 from specla.verifier_service.gpu.pass_run import PassKey, PassRun
 from specla.verifier_service.gpu.weights import GpuWeights
@@ -50,8 +50,8 @@ class SnapshotRun(PassRun):
 
     def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
         """With sessions in all places: the rival's kernels know no unused ones."""
-        pools = self._bench.store.pools.g.shape[2]
-        step = steps_of(self._case.topology, pools, self._bench.weights.config.conv_size, MOST_PENDING)[0]
+        pools, worth = self._bench.store.pools.g.shape[2], worth_waiting(serial=self.buffers.serial)
+        step = steps_of(self._case.topology, pools, self._bench.weights.config.conv_size, worth)[0]
         fill(self, self._case, step._replace(pending=[], write_state=False), self._bench.weights.config.vocab_size)
         return super()._captured(pool)
 

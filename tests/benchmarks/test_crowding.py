@@ -12,13 +12,15 @@ import os, subprocess, sys, time
 from specla.benchmarks.crowding import waited_s, warning
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-time.sleep(0.2)
-waited, begun = waited_s(), time.perf_counter()
-while time.perf_counter() < begun + 0.5:
-    pass
-print(warning(waited_s() - waited, time.perf_counter() - begun))
-for other in others:
-    other.kill()
+try:
+    time.sleep(0.2)
+    waited, begun = waited_s(), time.perf_counter()
+    while time.perf_counter() < begun + 0.5:
+        pass
+    print(warning(waited_s() - waited, time.perf_counter() - begun))
+finally:
+    for other in others:
+        other.kill()
 """
 
 

@@ -46,16 +46,7 @@ class Counting:
     lock: threading.Lock = field(default_factory=threading.Lock)
     together: threading.Barrier | None = None
 
-    def generate(
-        self,
-        prompt: str,
-        *,
-        drafter: str,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        top_logprobs: int | None = None,
-    ) -> GenerateResult:
+    def generate(self, prompt: str, *, drafter: str, max_tokens: int, seed: int, **_: object) -> GenerateResult:
         with self.lock:
             self.asked.append((drafter, prompt, seed))
             self.now += 1

@@ -17,7 +17,7 @@ from product_tree import ROOT, load_tool
 from typer.testing import CliRunner
 
 from specla.client.cli.main import app
-from specla.drafter_service.config import FOR_TESTS, KNOWN
+from specla.drafter_service.config import KNOWN
 from specla.v1 import generation_pb2, generation_pb2_grpc
 
 README = (ROOT / "README.md").read_text()
@@ -117,7 +117,7 @@ def test_node_program_runs_and_says_the_same(server: str) -> None:
 
 def test_the_drafters_named_are_those_that_there_are() -> None:
     (named,) = re.findall(r"^- Drafters: (.*?)\.", README, re.M | re.S)
-    assert re.findall(r"`(\w+)`", named) == [name for name in KNOWN if name not in FOR_TESTS]
+    assert re.findall(r"`(\w+)`", named) == [name for name in KNOWN if name not in ("random", "oracle")]
 
 
 def test_links_lead_somewhere() -> None:
@@ -159,6 +159,11 @@ def test_a_goal_that_was_missed_is_shown(tmp_path: Path) -> None:
     shown = load_tool("readme_figures").block(tmp_path)
     assert "9 of 10 goals are met." in shown
     assert shown.index("| **no** |") < shown.index("<details>") < shown.index("goal 8")
+    (tmp_path / "passes.json").write_text(json.dumps({**result, "goals": [{**goal, "met": None} for goal in many]}))
+    shown = load_tool("readme_figures").block(tmp_path)
+    assert "0 of 9 goals are met." in shown
+    assert "| **no** |" not in shown
+    assert shown.index("<details>") < shown.index("| not judged |")
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
