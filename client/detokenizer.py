@@ -22,6 +22,11 @@ class Detokenizer:
             return ""  # rows that pad a model's vocabulary have no text
         return self._decoder.decode(self._pieces[token])
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete, one after the other."""
+        pieces, known = self._pieces, len(self._pieces)
+        return self._decoder.decode(b"".join([pieces[token] for token in tokens if token < known]))
+
     def flush(self) -> str:
         """The end: what is still held, as U+FFFD, since the rest of the character will not come."""
         return self._decoder.decode(b"", final=True)

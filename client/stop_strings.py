@@ -31,6 +31,11 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)  # characters of each stop string that end the text so far
         self._held = ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to look for."""
+        return not self._stops
+
     def feed(self, piece: str) -> Match:
         """Take the next piece of the text. After a match, feed no more."""
         if not self._stops or not piece:

@@ -8,7 +8,7 @@ from specla.verifier_service.draft_wait import DraftWait
 from specla.verifier_service.intake import AttachRequest
 from specla.verifier_service.publish import DrafterEnd
 from specla.verifier_service.repetition import Repetition
-from specla.verifier_service.speed_guard import PROBE_BUDGET, Reputation, SpeedGuard
+from specla.verifier_service.speed_guard import PROBE_BUDGET, Begin, Reputation, SpeedGuard
 
 
 class Attachment:
@@ -24,6 +24,8 @@ class Attachment:
         unconditional: ask and wait for drafts whatever they gain.
         link_calibrator: of all sessions of the drafter's link.
         reputation: likewise.
+        begin: whether it rests first, is asked at once, or tried after a rest.
+        repetition: watches the session's text.
         committed_len: of the session.
 
     Attributes:
@@ -54,6 +56,8 @@ class Attachment:
         unconditional: bool,
         link_calibrator: Calibrator,
         reputation: Reputation,
+        begin: Begin,
+        repetition: Repetition,
         committed_len: int,
     ):
         self.end = end
@@ -73,10 +77,12 @@ class Attachment:
         self.look_at = 0
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
-        self.guard = SpeedGuard(committed_len, reputation, unconditional=unconditional)
-        self.repetition = Repetition()
+        self.guard = SpeedGuard(committed_len, reputation, begin, unconditional=unconditional)
+        self.repetition = repetition
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
+        if self.guard.probing:
+            self.wait.hope()
 
     def account_for_rest(self) -> None:
         """Decode time earns allowances, also while the drafter rests."""

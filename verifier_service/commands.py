@@ -1,6 +1,5 @@
 """What a coordinator asks for, done: sessions opened, credited, stopped, cancelled; attach tokens minted."""
 
-import secrets
 from collections.abc import Callable, Sequence
 
 from specla.rpc.errors import InvalidRequestError, ServiceUnavailableError, SpeclaError
@@ -11,10 +10,9 @@ from specla.v1.verifier_pb2 import SessionCommand, SessionEvent
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_session_id, check_start
+from specla.verifier_service.issuer import Issuer
 from specla.verifier_service.publish import CoordinatorEnd, too_many_items
 from specla.verifier_service.roster import LiveSession, Roster
-
-_TOKEN_BYTES = 16
 
 
 class CommandDesk:
@@ -24,10 +22,9 @@ class CommandDesk:
         engine: opens sessions.
         roster: where they are entered.
         drafts: detaches drafters.
+        issuer: mints attach tokens.
         limits: what is accepted.
         clock: seconds.
-        verifier_id: told to drafters with each attach token.
-        address: where drafters reach this verifier; asked for when a token is minted.
     """
 
     def __init__(
@@ -35,18 +32,16 @@ class CommandDesk:
         engine: Engine,
         roster: Roster,
         drafts: DraftDesk,
+        issuer: Issuer,
         limits: Limits,
         clock: Callable[[], float],
-        verifier_id: str,
-        address: Callable[[], str],
     ):
         self._engine = engine
         self._roster = roster
         self._drafts = drafts
+        self._issuer = issuer
         self._limits = limits
         self._clock = clock
-        self._verifier_id = verifier_id
-        self._address = address
         self.draining = False  # no new sessions
 
     def handle_all(self, end: CoordinatorEnd, commands: Sequence[SessionCommand]) -> None:
@@ -93,9 +88,9 @@ class CommandDesk:
         elif kind == "cancel":
             self._roster.cancel(live)
         elif kind == "issue_attach":
-            self._issue_attach(live)
+            self._issuer.invite(live, command.issue_attach.drafter_id)
         else:
-            live.attach_token = None
+            live.attach_token = live.invitation = None
             self._drafts.detach(live, verifier_pb2.CLOSED_REASON_REVOKED)
 
     def _start(self, end: CoordinatorEnd, session_id: bytes, start: verifier_pb2.Start) -> None:
@@ -134,14 +129,3 @@ class CommandDesk:
                 hint=f"Give {session.prompt_len} to {session.committed_len}",
             )
         self._roster.stop(live, at_len)
-
-    def _issue_attach(self, live: LiveSession) -> None:
-        live.epoch += 1
-        live.attach_token = secrets.token_bytes(_TOKEN_BYTES)
-        issued = verifier_pb2.AttachIssued(
-            attach_token=live.attach_token,
-            epoch=live.epoch,
-            verifier_id=self._verifier_id,
-            verifier_address=self._address(),
-        )
-        live.put(SessionEvent(session_id=live.session_id, attach_issued=issued))

@@ -15,8 +15,9 @@ from specla.verifier_service.draft_box import Answer
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_attach, check_draft, check_session_id
 from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd, too_many_items
+from specla.verifier_service.repetition import Repetition
 from specla.verifier_service.roster import LiveSession, Roster, closed_item
-from specla.verifier_service.speed_guard import Reputation
+from specla.verifier_service.speed_guard import Begin, Reputation
 
 _SLAB_BYTES = 1 << 20
 
@@ -44,6 +45,7 @@ class DraftDesk:
         self._hidden_size = engine.target.config.hidden_size
         self._calibrators: dict[DrafterEnd, Calibrator] = {}
         self._reputations: dict[DrafterEnd, Reputation] = {}
+        self._ids: dict[DrafterEnd, str] = {}  # what coordinators call the drafters of these links
         self.spent_s = 0.0
         self._studying: set[DrafterEnd] = set()  # links whose next wake tells them a prompt, or has them study it
 
@@ -106,6 +108,9 @@ class DraftDesk:
         if live.attachment is not None:
             same = live.attachment.end is end
             self.detach(live, verifier_pb2.CLOSED_REASON_REPLACED, tell_drafter=not same)
+        invitation = live.invitation
+        if invitation is not None and invitation.drafter_id:
+            self._ids[end] = invitation.drafter_id
         attachment = Attachment(
             end,
             live.epoch,
@@ -116,8 +121,12 @@ class DraftDesk:
             unconditional=self._unconditional,
             link_calibrator=self._calibrators.setdefault(end, Calibrator()),
             reputation=self._reputations.setdefault(end, Reputation()),
+            begin=Begin.BY_REPUTATION if invitation is None else invitation.begin,
+            repetition=Repetition() if invitation is None else invitation.repetition,
             committed_len=live.session.committed_len,
         )
+        if invitation is not None:
+            invitation.begin = Begin.BY_REPUTATION  # should it lose its stream and come back
         live.attachment = attachment
         end.session_ids.add(live.session_id)
         self._put_attached(live, attachment, seq)
@@ -158,7 +167,16 @@ class DraftDesk:
         end.session_ids.clear()
         self._calibrators.pop(end, None)
         self._reputations.pop(end, None)
+        self._ids.pop(end, None)
         self._studying.discard(end)
+
+    def reputation_of(self, drafter_id: str) -> Reputation | None:
+        """What sessions have made of the drafter that coordinators call so; None if it is not known, or does not
+        matter."""
+        if not drafter_id or self._unconditional:
+            return None
+        end = next((end for end, known in self._ids.items() if known == drafter_id), None)
+        return self._reputations.get(end) if end is not None else None
 
     def charge(self, end: DrafterEnd, seconds: float, *, woken: bool = False) -> None:
         """Book what a link took of the scheduler's thread on the sessions that it is asked to draft for: its wake

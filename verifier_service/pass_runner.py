@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from specla.kernels.topology import Topology
 from specla.rpc.errors import SpeclaError
 from specla.rpc.faults import fault_of, internal_error
 from specla.verifier_service.attachment import Attachment
@@ -20,44 +19,14 @@ from specla.verifier_service.cost_model import LEAST_CHANCE, PassTimes, Prospect
 from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Draft
-from specla.verifier_service.passes import PassItem, PassResult
+from specla.verifier_service.issuer import Issuer
+from specla.verifier_service.news import News
+from specla.verifier_service.part import Part
+from specla.verifier_service.passes import PassResult
 from specla.verifier_service.repetition import LOOK_EVERY
 from specla.verifier_service.roster import LiveSession, Roster
 
-TELL_EVERY_S = 4e-3
-"""Coordinators hear of passes no more often, while passes run. To be told takes an event loop 0.2 ms, in one process at
-the expense of the scheduler's thread: as long as a whole short pass."""
-
 _NO_DRAFT = Prospect((), (), 0)
-_ROOT = Topology.root_only()
-
-
-class Part(NamedTuple):
-    """One session's part of the pass that is about to run.
-
-    Attributes:
-        live: the session.
-        draft: what its drafter sent for this length, None if nothing.
-        kept: which of its candidates are verified, ascending.
-    """
-
-    live: LiveSession
-    draft: Draft | None
-    kept: Sequence[int]
-
-    def item(self) -> PassItem:
-        """What the engine is given."""
-        attachment = self.live.attachment
-        top_k = attachment.top_k if attachment is not None else 0
-        draft = self.draft
-        if draft is None or not self.kept:
-            return PassItem(self.live.session, _ROOT, (), top_k)
-        if len(self.kept) == len(draft.tokens):
-            return PassItem(self.live.session, draft.topology, draft.tokens, top_k)
-        place = {node: i for i, node in enumerate(self.kept)}
-        parents = [place[draft.parents[node]] if draft.parents[node] >= 0 else -1 for node in self.kept]
-        tokens = [draft.tokens[node] for node in self.kept]
-        return PassItem(self.live.session, Topology.from_wire(parents), tokens, top_k)
 
 
 class Ended(NamedTuple):
@@ -69,6 +38,7 @@ class Ended(NamedTuple):
         seconds: it took.
         counted_s: what of it counts; None if that is still to be learnt.
         resting: sessions whose drafters rest, and go on resting.
+        inviting: sessions that wait with their drafter's attach token.
     """
 
     rows: int
@@ -76,6 +46,7 @@ class Ended(NamedTuple):
     seconds: float
     counted_s: float | None
     resting: Sequence[tuple[LiveSession, Attachment]]
+    inviting: Sequence[LiveSession]
 
 
 class _Before(NamedTuple):
@@ -94,6 +65,7 @@ class PassRunner:
         engine: runs them.
         roster: the sessions.
         drafts: tells drafters what came out.
+        issuer: is asked about drafters that are not attached yet.
         config: limits of a pass.
         clock: seconds.
 
@@ -106,6 +78,7 @@ class PassRunner:
         engine: Engine,
         roster: Roster,
         drafts: DraftDesk,
+        issuer: Issuer,
         config: VerifierConfig,
         clock: Callable[[], float],
     ):
@@ -113,11 +86,11 @@ class PassRunner:
         self._engine = engine
         self._roster = roster
         self._drafts = drafts
+        self._issuer = issuer
         self._max_batch_rows = config.max_batch_rows
         self._unconditional = config.drafting == "unconditional"
         self._clock = clock
-        self._news: list[LiveSession] = []
-        self._told_at = -math.inf
+        self._news = News(roster, clock)
         self._unlearnt: list[Ended] = []
         self._before: _Before | None = None
 
@@ -151,19 +124,12 @@ class PassRunner:
         return None
 
     def tell_news(self, *, at_once: bool = True) -> None:
-        """Tell coordinators what passes brought, if that is due; a session of which nothing can be told fails alone.
-        And learn from the last pass's duration, where no drafter waits for what the next pass makes of that."""
+        """Tell coordinators what passes brought, if that is due. And learn from the last pass's duration, where no
+        drafter waits for what the next pass makes of that."""
         unlearnt, self._unlearnt = self._unlearnt, []
         for ended in unlearnt:
             self._learn(ended)
-        now = self._clock()
-        if not self._news or (not at_once and now < self._told_at + TELL_EVERY_S):
-            return
-        news, self._news, self._told_at = self._news, [], now
-        for live in dict.fromkeys(news):
-            fault = fault_of(live.tell)
-            if fault is not None and live.lives:
-                self._roster.fail(live, internal_error("news of a session", fault))
+        self._news.tell(at_once=at_once)
 
     def _choose(self, ready: Sequence[LiveSession], now: float) -> tuple[list[LiveSession], float]:
         """Who takes part now, and, if nobody does, when the first wait ends."""
@@ -222,7 +188,8 @@ class PassRunner:
         self._before = _Before(len(parts), ended, self._drafts.spent_s)
         sessions, nodes = len(parts), sum([len(part.kept) for part in parts])
         rows, seconds, counted_s = sessions + nodes, ended - started, None
-        resting, busy = list[tuple[LiveSession, Attachment]](), list[Attachment]()
+        resting, busy, inviting = list[tuple[LiveSession, Attachment]](), list[Attachment](), list[LiveSession]()
+        least_credit = math.inf
         for part, result in zip(parts, results, strict=True):
             live = part.live
             if not live.lives:
@@ -231,20 +198,25 @@ class PassRunner:
                 self._roster.fail(live, result.error)
                 continue
             live.moved_at = ended
+            least_credit = min(least_credit, live.credit - len(live.session.tokens))
             live.untold.append((result, len(part.kept)))
-            self._news.append(live)
+            self._news.add(live)
             attachment = live.attachment
-            if attachment is not None and _rests_on(part, attachment, result):
+            if attachment is None:
+                if live.invitation is not None and len(live.session.tokens) >= live.invitation.look_at:
+                    inviting.append(live)
+            elif _rests_on(part, attachment, result):
                 resting.append((live, attachment))
-            elif attachment is not None:
+            else:
                 counted_s = self.times.observe(rows, sessions, seconds) if counted_s is None else counted_s
                 self._account(part, attachment, result, started, counted_s, sessions, nodes)
                 self._report(part, result)
                 busy.append(attachment)
             if result.finish is not None:
                 self._roster.finish(live, result.finish)
-        if counted_s is None or resting:
-            self._unlearnt.append(Ended(rows, sessions, seconds, counted_s, resting))
+        self._news.pass_ended(sessions, least_credit)
+        if counted_s is None or resting or inviting:
+            self._unlearnt.append(Ended(rows, sessions, seconds, counted_s, resting, inviting))
         if busy:  # nothing of this would be done without drafters
             spent_s = self._clock() - ended
             self._drafts.spent_s += spent_s
@@ -263,6 +235,9 @@ class PassRunner:
             attachment.rested_s += decode_s
             if len(live.session.tokens) >= attachment.look_at:
                 _end_rest_if_text_repeats(live, attachment)
+        for live in ended.inviting:
+            if live.lives:
+                self._issuer.look(live)
 
     def _account(
         self,

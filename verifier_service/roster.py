@@ -12,6 +12,7 @@ from specla.v1 import common_pb2, verifier_pb2
 from specla.verifier_service.acceptance import Finish, FinishReason
 from specla.verifier_service.attachment import Attachment
 from specla.verifier_service.engine import Engine
+from specla.verifier_service.invitation import Invitation
 from specla.verifier_service.passes import PassResult
 from specla.verifier_service.publish import CoordinatorEnd, committed_event
 from specla.verifier_service.session import Session
@@ -42,6 +43,7 @@ class LiveSession:
         prefill_s: time spent on its prefill so far.
         epoch: of the last attach token minted.
         attach_token: the one that counts, None if none does.
+        invitation: the drafter that its coordinator asked a token for.
         attachment: the drafter, if one is attached.
         untold: what its owner has yet to hear: results of passes, and how many candidates each verified.
     """
@@ -56,6 +58,7 @@ class LiveSession:
     prefill_s: float = 0.0
     epoch: int = 0
     attach_token: bytes | None = None
+    invitation: Invitation | None = None
     attachment: Attachment | None = field(default=None)
     untold: list[tuple[PassResult, int]] = field(default_factory=list)
 

@@ -31,6 +31,7 @@ from specla.verifier_service.drafting import DraftDesk
 from specla.verifier_service.ends import LinkEnds
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.identity import describe, limits_of
+from specla.verifier_service.issuer import Issuer
 from specla.verifier_service.mailbox import Mailbox
 from specla.verifier_service.pass_runner import PassRunner
 from specla.verifier_service.preparing import pass_times_of
@@ -77,10 +78,9 @@ class Scheduler:
         self._roster = Roster(engine, clock, config.idle_timeout_s)
         always = config.drafting == "unconditional"
         self._drafts = DraftDesk(engine, self._roster, limits, config.max_draft_wait_s, unconditional=always)
-        self._commands = CommandDesk(
-            engine, self._roster, self._drafts, limits, clock, self.verifier_id, lambda: self.advertised_address
-        )
-        self._passes = PassRunner(engine, self._roster, self._drafts, config, clock)
+        issuer = Issuer(self._drafts, self.verifier_id, lambda: self.advertised_address)
+        self._commands = CommandDesk(engine, self._roster, self._drafts, issuer, limits, clock)
+        self._passes = PassRunner(engine, self._roster, self._drafts, issuer, config, clock)
         self._ends = LinkEnds(self._roster, self._drafts, clock)
         self._unready: list[LiveSession] = []
         self._beat = clock()

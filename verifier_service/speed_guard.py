@@ -11,6 +11,7 @@ ones begin with a pause.
 
 import math
 import random
+from enum import Enum, auto
 
 ALLOWED_SHARE = 0.025  # of decode time: keeps at least 0.97 of plain decoding's speed
 ALLOWED_PASSES = 2.0  # plain ones, beside that, to get to know the drafter
@@ -71,12 +72,26 @@ class Reputation:
         return place != self._tried
 
 
+class Begin(Enum):
+    """What a session does with its drafter at first."""
+
+    BY_REPUTATION = auto()
+    """It rests or is asked, as its link's reputation has it."""
+    AT_ONCE = auto()
+    """It is asked."""
+    AS_TRY = auto()
+    """It is tried: the session has done without so far."""
+    AS_WOKEN_TRY = auto()
+    """Likewise, as something speaks for it."""
+
+
 class SpeedGuard:
     """One session's account with one drafter, in seconds of the session's time.
 
     Args:
         committed_len: now.
         reputation: of the drafter's link; None: it has none yet.
+        begin: what to do with the drafter at first.
         unconditional: never pause.
 
     Attributes:
@@ -86,7 +101,12 @@ class SpeedGuard:
     """
 
     def __init__(
-        self, committed_len: int = 0, reputation: Reputation | None = None, *, unconditional: bool = False
+        self,
+        committed_len: int = 0,
+        reputation: Reputation | None = None,
+        begin: Begin = Begin.BY_REPUTATION,
+        *,
+        unconditional: bool = False,
     ) -> None:
         self._reputation = reputation or Reputation()
         self._unconditional = unconditional
@@ -101,7 +121,13 @@ class SpeedGuard:
         self._probe_balance_s = 0.0
         self._woken = False
         self._has_rested = False
-        if not unconditional and self._reputation.spares():
+        if unconditional or begin is Begin.AT_ONCE:
+            return
+        if begin is not Begin.BY_REPUTATION:
+            self._rest(committed_len, 0)
+            self._woken = begin is Begin.AS_WOKEN_TRY
+            self.start_probe_if_due(committed_len)
+        elif self._reputation.spares():
             self._rest(committed_len, FIRST_REST * PROBE_EVERY)
 
     def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float, plain_s: float) -> None:

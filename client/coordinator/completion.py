@@ -1,17 +1,11 @@
 """One text as it grows: tokens in, deltas out, the end found, and everything counted up to the end only."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from specla.client.detokenizer import Detokenizer
 from specla.client.stop_strings import StopMatcher
 from specla.rpc.errors import InternalError, InvalidRequestError
 from specla.v1 import common_pb2, generation_pb2, verifier_pb2
-
-
-class _Pass(NamedTuple):
-    first: int  # index of its first token in the completion
-    drafted: int  # candidates it verified
 
 
 class Completion:
@@ -36,7 +30,7 @@ class Completion:
         self._finished: generation_pb2.Finished | None = None
         self._drafted: list[bool] = []
         self._logprobs: list[common_pb2.TokenLogprobs] = []
-        self._passes: list[_Pass] = []
+        self._passes: list[tuple[int, int]] = []  # a pass's first token in the completion, candidates it verified
         self._text = ""
         for token in resumed_ids:
             if self._append(token, drafted=False):
@@ -64,20 +58,27 @@ class Completion:
         """
         if self._finished is not None:
             return
-        counted = sum(counts.tokens for counts in committed.passes)
-        if committed.offset != self.length or {counted, len(committed.drafted)} != {len(committed.tokens)}:
+        tokens, drafted, logprobs = list(committed.tokens), list(committed.drafted), list(committed.logprobs)
+        passes = [(counts.tokens, counts.drafted) for counts in committed.passes]
+        counted = sum([count for count, _ in passes])
+        if committed.offset != self.length or {counted, len(drafted)} != {len(tokens)}:
             raise InternalError(
-                f"the verifier sent {len(committed.tokens)} tokens of {counted} counted at {committed.offset}, "
+                f"the verifier sent {len(tokens)} tokens of {counted} counted at {committed.offset}, "
                 f"expected at {self.length}"
             )
         first = len(self.tokens)
-        for counts in committed.passes:
-            self._passes.append(_Pass(first, counts.drafted))
-            first += counts.tokens
-        for i, token in enumerate(committed.tokens):
-            if committed.logprobs:
-                self._logprobs.append(committed.logprobs[i])
-            stop = self._append(token, drafted=committed.drafted[i])
+        for count, verified in passes:
+            self._passes.append((first, verified))
+            first += count
+        if self._matcher.is_idle:  # nothing ends the text here: all of it at once
+            self.tokens += tokens
+            self._drafted += drafted
+            self._logprobs += logprobs
+            self._text += self._detokenizer.feed_all(tokens)
+            return
+        for i, token in enumerate(tokens):
+            self._logprobs += logprobs[i : i + 1]
+            stop = self._append(token, drafted=drafted[i])
             if stop is not None:
                 self._end(common_pb2.FINISH_REASON_STOP_STRING, matched_stop=stop)
                 return
@@ -120,7 +121,7 @@ class Completion:
         return match.stop
 
     def _end(self, reason: common_pb2.FinishReason, *, matched_stop: str = "", matched_stop_id: int = 0) -> None:
-        kept = [counts for counts in self._passes if counts.first < len(self.tokens)]
+        kept = [verified for first, verified in self._passes if first < len(self.tokens)]
         self._finished = generation_pb2.Finished(
             reason=reason,
             matched_stop=matched_stop,
@@ -129,7 +130,7 @@ class Completion:
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=len(self.tokens),
                 target_passes=len(kept),
-                drafted_tokens=sum(counts.drafted for counts in kept),
+                drafted_tokens=sum(kept),
                 accepted_tokens=sum(self._drafted),
             ),
         )

@@ -146,7 +146,8 @@ class Attaching:
             self.wait_until = min((m.not_before for m in self._candidates), default=None)
             return
         self.wait_until = None
-        self._send(verifier_pb2.SessionCommand(session_id=self._session_id, issue_attach=verifier_pb2.IssueAttach()))
+        issue = verifier_pb2.IssueAttach(drafter_id=self._member.port.info().drafter_id)
+        self._send(verifier_pb2.SessionCommand(session_id=self._session_id, issue_attach=issue))
 
     def on_issued(self, issued: verifier_pb2.AttachIssued) -> None:
         """The verifier minted a token: hand it to the drafter."""

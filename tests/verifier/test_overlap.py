@@ -10,7 +10,7 @@ from verifier_harness import PATIENCE_S, Coordinator, Drafter, HandClock
 
 from specla.rpc.errors import InternalError, ServiceUnavailableError, SessionCancelledError
 from specla.v1 import common_pb2, verifier_pb2
-from specla.verifier_service import pass_runner, roster
+from specla.verifier_service import news, roster
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.engine import Engine
@@ -92,7 +92,7 @@ def test_tokens_are_told_while_the_next_pass_runs(
     tiny_target: Path, device: str, monkeypatch: pytest.MonkeyPatch, every_s: float, counts: list[int]
 ) -> None:
     """One by one, none later than with the next pass; or of short passes several at a time, the last at once."""
-    monkeypatch.setattr(pass_runner, "TELL_EVERY_S", every_s - 1e-9)
+    monkeypatch.setattr(news, "TELL_EVERY_S", every_s - 1e-9)
     config = VerifierConfig(target=tiny_target, threads=1, max_sessions=3, device=device)
     engine, clock, session = CountedOverlappingEngine(config), HandClock(), b"s" * 16
     engine.clock = clock

@@ -145,8 +145,10 @@ class Start(_message.Message):
     def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., resumed_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_common_pb2.Stopping, _Mapping]] = ..., keep: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ..., numerics_id: _Optional[str] = ..., allow_other_numerics: bool = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class IssueAttach(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("drafter_id",)
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    def __init__(self, drafter_id: _Optional[str] = ...) -> None: ...
 
 class RevokeAttach(_message.Message):
     __slots__ = ()

@@ -1,0 +1,56 @@
+"""What coordinators have yet to hear of passes, and when they are told.
+
+Where a device runs passes by itself they are told while the next one runs, of short passes several at a time.
+"""
+
+import math
+from collections.abc import Callable
+
+from specla.rpc.faults import fault_of, internal_error
+from specla.verifier_service.roster import LiveSession, Roster
+
+TELL_EVERY_S = 4e-3
+"""Coordinators hear of passes no more often, while passes run. To be told takes an event loop 0.1 to 0.2 ms, in one
+process at the expense of the scheduler's thread: as long as a whole short pass."""
+TELL_EACH_S = 1e-3
+"""Longer for each further session of a pass: of many sessions telling would otherwise take most of the time."""
+TELL_WITHIN_S = 20e-3
+"""No longer than this (or TELL_EVERY_S): texts are read as they come."""
+_SHORT_CREDIT = 64  # tokens: a session that has no more is told, and so may be granted more, as if it were alone
+
+
+class News:
+    """What has not been told yet. The scheduler's thread alone touches it.
+
+    Args:
+        roster: fails a session that nothing can be told of.
+        clock: seconds.
+    """
+
+    def __init__(self, roster: Roster, clock: Callable[[], float]) -> None:
+        self._roster = roster
+        self._clock = clock
+        self._sessions: list[LiveSession] = []
+        self._told_at = -math.inf
+        self._every_s = TELL_EVERY_S
+
+    def add(self, live: LiveSession) -> None:
+        """A pass has moved the session."""
+        self._sessions.append(live)
+
+    def pass_ended(self, sessions: int, least_credit: float) -> None:
+        """So many sessions took part in the pass before; the one that may go on the least by so many tokens."""
+        self._every_s = TELL_EVERY_S
+        if least_credit > _SHORT_CREDIT:
+            self._every_s = min(TELL_EVERY_S + TELL_EACH_S * (sessions - 1), max(TELL_WITHIN_S, TELL_EVERY_S))
+
+    def tell(self, *, at_once: bool) -> None:
+        """Tell all of it, if that is due; a session of which nothing can be told fails alone."""
+        now = self._clock()
+        if not self._sessions or (not at_once and now < self._told_at + self._every_s):
+            return
+        moved, self._sessions, self._told_at = self._sessions, [], now
+        for live in dict.fromkeys(moved):
+            fault = fault_of(live.tell)
+            if fault is not None and live.lives:
+                self._roster.fail(live, internal_error("news of a session", fault))
