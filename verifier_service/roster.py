@@ -1,5 +1,6 @@
 """The sessions that live in a verifier, and those that have just ended: the one place where slots are freed."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from specla.verifier_service.session import Session
 
 log = structlog.get_logger("specla.verifier")
 
+_EXPIRE_EVERY_S = 5e-3
 REMEMBERED_S = 60.0  # late items of a session that has ended get Closed for so long
 
 _REASONS = {
@@ -109,6 +111,7 @@ class Roster:
         self._live: dict[bytes, LiveSession] = {}
         self._ended: dict[bytes, tuple[verifier_pb2.ClosedReason, float]] = {}
         self._refused: dict[bytes, float] = {}
+        self._looked_at = -math.inf
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -176,18 +179,27 @@ class Roster:
         cancelled = verifier_pb2.SessionEvent(session_id=live.session_id, failed=to_status(error))
         self._end(live, cancelled, verifier_pb2.CLOSED_REASON_CANCELLED)
 
-    def expire(self) -> None:
-        """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago."""
+    def expire(self, *, at_once: bool = True) -> None:
+        """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago. All but
+        deadlines is looked after every few milliseconds only, unless at once."""
         now = self._clock()
+        if not at_once and self._looked_at <= now < self._looked_at + _EXPIRE_EVERY_S:
+            for live in [live for live in self._live.values() if live.deadline is not None and live.deadline <= now]:
+                self._expire(live)
+            return
+        self._looked_at = now
         for live in list(self._live.values()):
             if live.deadline is not None and live.deadline <= now:
-                self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
+                self._expire(live)
             elif not live.may_run and live.session.ready and live.moved_at + self._idle_timeout_s <= now:
                 self.fail(live, SessionCancelledError("the session stood still", hint="Grant credit, or stop it"))
         while self._ended and next(iter(self._ended.values()))[1] <= now:  # the oldest is the first
             del self._ended[next(iter(self._ended))]
         while self._refused and next(iter(self._refused.values())) <= now:
             del self._refused[next(iter(self._refused))]
+
+    def _expire(self, live: LiveSession) -> None:
+        self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do at the earliest."""

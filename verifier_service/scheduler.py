@@ -270,7 +270,7 @@ class Scheduler:
 
     def _look_around(self, *, at_once: bool = True) -> bool:
         self._passes.tell_news(at_once=at_once)
-        self._roster.expire()
+        self._roster.expire(at_once=at_once)
         return self._ends.flush_coordinators()
 
     def _prefill(self) -> bool:

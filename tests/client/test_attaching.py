@@ -21,6 +21,8 @@ async def test_the_preferred_one_gets_a_token_and_detaches_at_the_end() -> None:
     assert attachment.request.session_id == verifier.commands[0].session_id
     assert attachment.request.attach_token == bytes([1]) * 16
     assert attachment.cancelled
+    (asked,) = [command.issue_attach for command in verifier.commands if command.HasField("issue_attach")]
+    assert asked.drafter_id == lookup.info().drafter_id != suffix.info().drafter_id
     assert verifier.commands[0].start.keep == common_pb2.FeatureSpec(layers=[6], window=6)
 
 

@@ -31,6 +31,14 @@ def test_any_ids_give_what_the_library_gives(ids: list[int]) -> None:
     assert "".join(pieces_of(ids)) == FAST.decode(ids, skip_special_tokens=True)
 
 
+@given(st.lists(st.lists(st.integers(0, 330), max_size=8), max_size=12))
+def test_tokens_in_runs_give_what_they_give_one_by_one(runs: list[list[int]]) -> None:
+    one_by_one, in_runs = Detokenizer(TINY.pieces), Detokenizer(TINY.pieces)
+    for run in runs:
+        assert in_runs.feed_all(run) == "".join([one_by_one.feed(token) for token in run])
+    assert in_runs.flush() == one_by_one.flush()
+
+
 @given(st.text(min_size=1))
 def test_a_character_comes_with_its_last_byte(text: str) -> None:
     """Byte by byte, so that every character of several bytes is split: nothing early, nothing late."""

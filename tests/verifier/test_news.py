@@ -1,0 +1,92 @@
+"""When coordinators are told of passes while passes run."""
+
+from typing import cast
+
+import pytest
+from verifier_harness import HandClock
+
+from specla.verifier_service.news import TELL_EACH_S, TELL_EVERY_S, TELL_WITHIN_S, News
+from specla.verifier_service.roster import LiveSession, Roster
+
+CREDIT = 1000
+
+
+class Told:
+    """A session that counts how often it is told."""
+
+    lives = True
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def tell(self) -> None:
+        self.times += 1
+
+
+class FaultyTold(Told):
+    def tell(self) -> None:
+        raise ValueError
+
+
+class Failing:
+    """A roster that remembers what failed."""
+
+    def __init__(self) -> None:
+        self.failed: list[object] = []
+
+    def fail(self, live: object, error: object) -> None:
+        self.failed.append(live)
+
+
+def news_of(clock: HandClock, *lives: Told, sessions: int = 1, credit: float = CREDIT) -> tuple[News, Failing]:
+    """News that have been told once, and then of one more pass."""
+    roster = Failing()
+    found = News(cast(Roster, roster), clock)
+    for _ in range(2):
+        for live in lives:
+            found.add(cast(LiveSession, live))
+        found.pass_ended(sessions, credit)
+        if not lives[0].times:
+            found.tell(at_once=False)
+    return found, roster
+
+
+@pytest.mark.parametrize(
+    ("sessions", "credit", "after_s"),
+    [
+        (1, CREDIT, TELL_EVERY_S),
+        (4, CREDIT, TELL_EVERY_S + 3 * TELL_EACH_S),
+        (200, CREDIT, TELL_WITHIN_S),
+        (200, 64, TELL_EVERY_S),
+        (200, 65, TELL_WITHIN_S),
+    ],
+)
+def test_many_sessions_are_told_less_often_unless_one_may_have_to_stop(
+    sessions: int, credit: float, after_s: float
+) -> None:
+    clock, live = HandClock(), Told()
+    news, _ = news_of(clock, live, sessions=sessions, credit=credit)
+    clock.now += after_s * 0.999
+    news.tell(at_once=False)
+    assert live.times == 1
+    clock.now += after_s * 0.002
+    news.tell(at_once=False)
+    assert live.times == 2
+    news.tell(at_once=True)
+    assert live.times == 2, "there is no more"
+
+
+def test_what_is_told_at_once_waits_for_nothing_and_is_told_once() -> None:
+    live, other = Told(), Told()
+    news, _ = news_of(HandClock(), live, other)
+    news.add(cast(LiveSession, live))
+    news.tell(at_once=True)
+    assert (live.times, other.times) == (2, 2)
+
+
+def test_a_session_that_cannot_be_told_fails_alone() -> None:
+    live, faulty = Told(), FaultyTold()
+    news, roster = news_of(HandClock(), live, faulty)
+    news.tell(at_once=True)
+    assert live.times == 2
+    assert roster.failed == [faulty, faulty]
