@@ -180,8 +180,8 @@ class Roster:
         self._end(live, cancelled, verifier_pb2.CLOSED_REASON_CANCELLED)
 
     def expire(self, *, at_once: bool = True) -> None:
-        """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago. All but
-        deadlines is looked after every few milliseconds only, unless at once."""
+        """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago. Unless
+        at once, all but deadlines is looked after every few milliseconds only."""
         now = self._clock()
         if not at_once and self._looked_at <= now < self._looked_at + _EXPIRE_EVERY_S:
             for live in [live for live in self._live.values() if live.deadline is not None and live.deadline <= now]:
