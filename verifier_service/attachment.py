@@ -6,8 +6,8 @@ from specla.verifier_service.cost_model import NodeBudget
 from specla.verifier_service.draft_box import DraftBox
 from specla.verifier_service.draft_wait import DraftWait
 from specla.verifier_service.intake import AttachRequest
+from specla.verifier_service.invitation import Invitation
 from specla.verifier_service.publish import DrafterEnd
-from specla.verifier_service.repetition import Repetition
 from specla.verifier_service.speed_guard import PROBE_BUDGET, Begin, Reputation, SpeedGuard
 
 
@@ -24,8 +24,7 @@ class Attachment:
         unconditional: ask and wait for drafts whatever they gain.
         link_calibrator: of all sessions of the drafter's link.
         reputation: likewise.
-        begin: whether it rests first, is asked at once, or tried after a rest.
-        repetition: watches the session's text.
+        invitation: how it begins.
         committed_len: of the session.
 
     Attributes:
@@ -41,6 +40,7 @@ class Attachment:
         tops: the target's best tokens at positions from told_len on, if it asked for them.
         overhead_s: time its drafting took of the scheduler's thread since the last pass.
         rested_s: time of passes during which it rested, yet to be accounted for.
+        reputation: of its link.
         look_at: length at which the text of a drafter that rests is looked at next.
     """
 
@@ -56,8 +56,7 @@ class Attachment:
         unconditional: bool,
         link_calibrator: Calibrator,
         reputation: Reputation,
-        begin: Begin,
-        repetition: Repetition,
+        invitation: Invitation,
         committed_len: int,
     ):
         self.end = end
@@ -77,8 +76,17 @@ class Attachment:
         self.look_at = 0
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
-        self.guard = SpeedGuard(committed_len, reputation, begin, unconditional=unconditional)
-        self.repetition = repetition
+        self.reputation = reputation
+        self.guard = SpeedGuard(
+            committed_len,
+            reputation,
+            invitation.begin,
+            deposit_s=invitation.deposit_s,
+            unconditional=unconditional,
+        )
+        # Should it lose its stream and come back, it begins like any other.
+        invitation.begin, invitation.deposit_s = Begin.BY_REPUTATION, 0.0
+        self.repetition = invitation.repetition
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
         if self.guard.probing:

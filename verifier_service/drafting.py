@@ -14,10 +14,10 @@ from specla.verifier_service.calibration import Calibrator
 from specla.verifier_service.draft_box import Answer
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_attach, check_draft, check_session_id
+from specla.verifier_service.invitation import Invitation
 from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd, too_many_items
-from specla.verifier_service.repetition import Repetition
 from specla.verifier_service.roster import LiveSession, Roster, closed_item
-from specla.verifier_service.speed_guard import Begin, Reputation
+from specla.verifier_service.speed_guard import Reputation
 
 _SLAB_BYTES = 1 << 20
 
@@ -108,8 +108,8 @@ class DraftDesk:
         if live.attachment is not None:
             same = live.attachment.end is end
             self.detach(live, verifier_pb2.CLOSED_REASON_REPLACED, tell_drafter=not same)
-        invitation = live.invitation
-        if invitation is not None and invitation.drafter_id:
+        live.invitation = invitation = live.invitation or Invitation("")
+        if invitation.drafter_id:
             self._ids[end] = invitation.drafter_id
         attachment = Attachment(
             end,
@@ -121,12 +121,9 @@ class DraftDesk:
             unconditional=self._unconditional,
             link_calibrator=self._calibrators.setdefault(end, Calibrator()),
             reputation=self._reputations.setdefault(end, Reputation()),
-            begin=Begin.BY_REPUTATION if invitation is None else invitation.begin,
-            repetition=Repetition() if invitation is None else invitation.repetition,
+            invitation=invitation,
             committed_len=live.session.committed_len,
         )
-        if invitation is not None:
-            invitation.begin = Begin.BY_REPUTATION  # should it lose its stream and come back
         live.attachment = attachment
         end.session_ids.add(live.session_id)
         self._put_attached(live, attachment, seq)
@@ -183,10 +180,12 @@ class DraftDesk:
         (drafting, in one process), what it sent.
 
         But not what it takes to be told a prompt and to study it: that is spent, whatever drafts are worth, and no
-        matter of the link's other sessions.
+        matter of the link's other sessions. It is the link's, which tries so much less.
         """
         self.spent_s += seconds
         if end in self._studying:
+            if (reputation := self._reputations.get(end)) is not None:
+                reputation.spend(seconds)
             if woken:
                 self._studying.discard(end)
             return

@@ -14,6 +14,7 @@ class Invitation:
 
     Attributes:
         begin: how the drafter begins once it attaches.
+        deposit_s: that its session has left with the drafter's reputation.
         look_at: length at which the text is looked at next, while the token waits; infinity when it does not.
         due_at: length at which it is minted in any case.
         repetition: what is looked for.
@@ -22,6 +23,7 @@ class Invitation:
     def __init__(self, drafter_id: str) -> None:
         self.drafter_id = drafter_id
         self.begin = Begin.BY_REPUTATION
+        self.deposit_s = 0.0
         self.look_at = math.inf
         self.due_at = 0
         self.repetition = Repetition()

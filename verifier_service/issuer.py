@@ -44,11 +44,16 @@ class Issuer:
                 invitation.look_at = 0
                 invitation.due_at = live.session.committed_len + FIRST_REST * PROBE_EVERY
                 return
-            invitation.begin = Begin.AT_ONCE
+            invitation.begin, invitation.deposit_s = Begin.AT_ONCE, reputation.grant()
         self._mint(live, invitation)
 
-    def look(self, live: LiveSession) -> None:
-        """Mint the token that a session waits with, if something speaks for its drafter now."""
+    def look(self, live: LiveSession, looked_s: float) -> None:
+        """Mint the token that a session waits with, if something speaks for its drafter now.
+
+        Args:
+            live: the session.
+            looked_s: its part of the thread's time since it was looked at.
+        """
         invitation = live.invitation
         if invitation is None or invitation.look_at == math.inf:
             return
@@ -56,11 +61,15 @@ class Issuer:
         invitation.look_at = len(tokens) + LOOK_EVERY
         if reputation is None:  # it has gone; whoever comes in its place is unknown
             self._mint(live, invitation)
-        elif invitation.repetition.begins(tokens, reputation.woken_in_vain):
-            invitation.begin = Begin.AS_WOKEN_TRY
+            return
+        reputation.earn(looked_s)
+        if reputation.in_red:
+            return
+        if invitation.repetition.begins(tokens, reputation.woken_in_vain):
+            invitation.begin, invitation.deposit_s = Begin.AS_WOKEN_TRY, reputation.grant()
             self._mint(live, invitation)
         elif len(tokens) >= invitation.due_at:
-            invitation.begin = Begin.AS_TRY
+            invitation.begin, invitation.deposit_s = Begin.AS_TRY, reputation.grant()
             self._mint(live, invitation)
 
     def _mint(self, live: LiveSession, invitation: Invitation) -> None:

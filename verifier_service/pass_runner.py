@@ -231,13 +231,15 @@ class PassRunner:
         if counted_s is None:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
         decode_s = counted_s + self.times.between(ended.sessions)
+        looked_s = LOOK_EVERY * decode_s / ended.sessions  # a session's part of what went by since it was looked at
         for live, attachment in ended.resting:
             attachment.rested_s += decode_s
             if len(live.session.tokens) >= attachment.look_at:
+                attachment.reputation.earn(looked_s)
                 _end_rest_if_text_repeats(live, attachment)
         for live in ended.inviting:
             if live.lives:
-                self._issuer.look(live)
+                self._issuer.look(live, looked_s)
 
     def _account(
         self,
@@ -273,6 +275,7 @@ class PassRunner:
             cost_s=longer_s + waited_s + drafting_s,
             decode_s=decode_s,
             plain_s=plain_s,
+            sessions=sessions,
         )
         attachment.overhead_s = 0.0
         if attachment.is_quiet:
@@ -312,7 +315,9 @@ def _rests_on(part: Part, attachment: Attachment, result: PassResult) -> bool:
 
 def _end_rest_if_text_repeats(live: LiveSession, attachment: Attachment) -> None:
     attachment.look_at = len(live.session.tokens) + LOOK_EVERY
-    if attachment.repetition.begins(live.session.tokens, attachment.guard.failures):
+    if not attachment.reputation.in_red and attachment.repetition.begins(
+        live.session.tokens, attachment.guard.failures
+    ):
         attachment.guard.end_rest(live.session.committed_len)
 
 

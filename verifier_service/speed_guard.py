@@ -6,7 +6,8 @@ before what the last try has cost is its share of the time; sooner, if the text 
 allowed is measured in passes, up to a limit in seconds: where a pass takes 0.2 ms, 20 ms are a hundred tokens.
 
 What sessions found is kept for their drafter's link: where the last ones all gave up, or ended in the red, most new
-ones begin with a pause.
+ones begin with a pause. And all of them together have an account of the thread's time, for what one session's tries
+take all others of its passes wait for: each may be within its own allowance, and sixteen of them cost a fifth.
 """
 
 import math
@@ -26,6 +27,8 @@ PROBE_BUDGET = 7  # candidates
 WON_PASSES = 2.0  # plain ones: who has gained so much is worth a try in the next session, too
 LOST_IN_A_ROW = 4  # pauses without such a gain between them, after which new sessions begin with a pause
 TRIED_ANYWAY = 8  # of so many such sessions one, drawn, is tried all the same: requests may come in a rhythm
+RED_PASSES = 1.5 * LOST_IN_A_ROW * ALLOWED_PASSES  # plain ones, that a link's sessions may have lost together
+DEBT_PASSES = 3 * RED_PASSES  # no more is remembered: one mishap must not end all tries for long
 
 _MOST_DOUBLINGS = 20
 
@@ -38,6 +41,8 @@ class Reputation:
     """
 
     def __init__(self) -> None:
+        self._balance_s = 0.0  # of the thread's time
+        self._plain_s = math.inf
         self._lost = 0
         self._spared = 0
         self._draw = random.Random(0)
@@ -61,8 +66,43 @@ class Reputation:
             self._short_s = 0.0
             self.lost(woken=False)
 
+    def book(self, net_s: float, plain_s: float) -> None:
+        """A pass of some session has gained or cost so much of the thread's time; a plain pass takes plain_s."""
+        self._plain_s = plain_s
+        self._balance_s = max(min(self._balance_s + net_s, BANKED_PASSES * plain_s), -DEBT_PASSES * plain_s)
+
+    def spend(self, seconds: float) -> None:
+        """So much of the thread's time went into something else for the link, attaching its drafter."""
+        if self._plain_s < math.inf:
+            self.book(-seconds, self._plain_s)
+
+    def grant(self) -> float:
+        """A session is about to try: it leaves a deposit, for others would try at the same time. So many seconds are
+        to be returned with its first pass, or when it ends."""
+        if self._plain_s == math.inf:
+            return 0.0
+        deposit_s = ALLOWED_PASSES * self._plain_s
+        self._balance_s -= deposit_s
+        return deposit_s
+
+    def refund(self, deposit_s: float) -> None:
+        """The session has begun to try, or never will: what it loses is booked as it comes."""
+        self._balance_s += deposit_s
+
+    def earn(self, decode_s: float) -> None:
+        """So much of the thread's time was decoded: its share pays for what was lost."""
+        if self._balance_s < 0.0:
+            self._balance_s = min(self._balance_s + ALLOWED_SHARE * decode_s, 0.0)
+
+    @property
+    def in_red(self) -> bool:
+        """Whether nothing should be tried before more has been decoded."""
+        return self._balance_s < -RED_PASSES * self._plain_s
+
     def spares(self) -> bool:
         """Whether a session that begins now should begin with a pause."""
+        if self.in_red:
+            return True
         if self._lost < LOST_IN_A_ROW:
             return False
         place = self._spared % TRIED_ANYWAY
@@ -92,6 +132,7 @@ class SpeedGuard:
         committed_len: now.
         reputation: of the drafter's link; None: it has none yet.
         begin: what to do with the drafter at first.
+        deposit_s: that was left with the reputation for that.
         unconditional: never pause.
 
     Attributes:
@@ -106,6 +147,7 @@ class SpeedGuard:
         reputation: Reputation | None = None,
         begin: Begin = Begin.BY_REPUTATION,
         *,
+        deposit_s: float = 0.0,
         unconditional: bool = False,
     ) -> None:
         self._reputation = reputation or Reputation()
@@ -121,6 +163,7 @@ class SpeedGuard:
         self._probe_balance_s = 0.0
         self._woken = False
         self._has_rested = False
+        self._deposit_s = deposit_s
         if unconditional or begin is Begin.AT_ONCE:
             return
         if begin is not Begin.BY_REPUTATION:
@@ -129,8 +172,19 @@ class SpeedGuard:
             self.start_probe_if_due(committed_len)
         elif self._reputation.spares():
             self._rest(committed_len, FIRST_REST * PROBE_EVERY)
+        else:
+            self._deposit_s = self._reputation.grant()
 
-    def record(self, committed_len: int, *, gained_s: float, cost_s: float, decode_s: float, plain_s: float) -> None:
+    def record(
+        self,
+        committed_len: int,
+        *,
+        gained_s: float,
+        cost_s: float,
+        decode_s: float,
+        plain_s: float,
+        sessions: int = 1,
+    ) -> None:
         """Account for one pass of the session.
 
         Args:
@@ -139,11 +193,16 @@ class SpeedGuard:
             cost_s: time that drafting added: to the pass, before it, after it.
             decode_s: duration of the pass.
             plain_s: what the pass takes without candidates.
+            sessions: that waited for the pass; of what it gained or cost so many are the thread's time.
         """
         self._decode_s += decode_s
         self._plain_s = plain_s
         net = gained_s - cost_s
         self.balance_s = min(self.balance_s + net, BANKED_S, BANKED_PASSES * plain_s)
+        self._take_deposit_back()
+        if not self._unconditional:
+            self._reputation.book(net / sessions, plain_s)
+            self._reputation.earn(decode_s / sessions)
         if self.balance_s > WON_PASSES * plain_s:
             self._reputation.won()
         if self.probing:
@@ -156,6 +215,7 @@ class SpeedGuard:
 
     def end(self) -> None:
         """The session has ended, or its drafter has left it."""
+        self._take_deposit_back()
         if self.probing and self._probe_balance_s < 0:
             self._reputation.lost(woken=self._woken)  # the rest of the try would hardly have changed that
         elif not self._has_rested and not self._unconditional:
@@ -194,8 +254,14 @@ class SpeedGuard:
 
     def end_rest(self, committed_len: int) -> None:
         """Something speaks for the drafter: it is tried again as soon as may be."""
+        if not self._deposit_s:
+            self._deposit_s = self._reputation.grant()
         self._woken |= committed_len < self._probe_at
         self._probe_at = min(self._probe_at, committed_len)
+
+    def _take_deposit_back(self) -> None:
+        self._reputation.refund(self._deposit_s)
+        self._deposit_s = 0.0
 
     def is_due(self, committed_len: int) -> bool:
         """Whether a drafter that pauses is to be tried again."""

@@ -7,7 +7,7 @@ import pytest
 from verifier_harness import Coordinator, CountedEngine, HandClock, plain_text
 
 from specla.v1 import verifier_pb2
-from specla.v1.verifier_pb2 import DraftItem, VerdictItem
+from specla.v1.verifier_pb2 import DraftItem, SessionCommand, VerdictItem
 from specla.verifier_service import issuer
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
@@ -108,10 +108,12 @@ class Inviting(Coordinator):
         return self.verifier._clock() - began
 
 
-def serving(target: Path, kind: type[CountedEngine], drafting: str = "measured") -> Scheduler:
+def serving(
+    target: Path, kind: type[CountedEngine], drafting: str = "measured", table: dict[int, float] = TABLE
+) -> Scheduler:
     clock = HandClock()
     config = VerifierConfig(target=target, threads=1, max_sessions=4, drafting=drafting)
-    return Scheduler(kind(config, clock, TABLE), config, clock).start(PassTimes(TABLE))
+    return Scheduler(kind(config, clock, table), config, clock).start(PassTimes(table))
 
 
 @pytest.fixture(params=[CountedEngine, OverlappingEngine])
@@ -202,6 +204,37 @@ def test_they_get_it_once_they_have_done_without_for_long(
     assert drafter.budgets[0] == PROBE_BUDGET
     (reputation,) = verifier._drafts._reputations.values()
     assert reputation.woken_in_vain == 0
+
+
+@pytest.mark.parametrize("takes_s", [0.0001, 0.0004, 0.002])
+@pytest.mark.parametrize("kind", [CountedEngine, OverlappingEngine])
+def test_together_sessions_try_no_more_than_all_of_them_can_afford(
+    tiny_target: Path, text: list[int], monkeypatch: pytest.MonkeyPatch, kind: type[CountedEngine], takes_s: float
+) -> None:
+    """Passes as quick as drafts, something that always speaks for a try, and four sessions that wait for each one's.
+    The first four get to know the drafter."""
+    monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: True)
+    table = {rows: 0.0002 + 0.000002 * rows for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)}
+    waves, tokens, many = 15, 150, 4
+
+    def wave(verifier: Scheduler, coordinator: Inviting) -> float:
+        """Seconds that four texts took."""
+        ids = [coordinator.invite(tokens) for _ in range(many)]
+        began, credit = verifier._clock(), verifier_pb2.Credit(up_to_len=10**6)
+        coordinator.link.send([SessionCommand(session_id=session, credit=credit) for session in ids])
+        assert [coordinator.finish(session) for session in ids] == [text[:tokens]] * many
+        return verifier._clock() - began
+
+    def speed(right_from: float) -> float:
+        """Over plain decoding."""
+        with serving(tiny_target, kind, table=table) as verifier:
+            coordinator = Inviting(verifier, Drafter(verifier, text, right_from=right_from, takes_s=takes_s))
+            spent_s = [wave(verifier, coordinator) for _ in range(waves)]
+        return (waves - 1) * tokens * table[many] / sum(spent_s[1:])
+
+    assert speed(right_from=1e9) > 0.96
+    least = {0.0001: 2.5, 0.0004: 0.94, 0.002: 0.96}  # drafts are worth it, just so, not
+    assert speed(right_from=0.0) > least[takes_s]
 
 
 def test_who_comes_in_a_drafters_place_does_not_wait(

@@ -3,14 +3,18 @@
 import random
 
 from specla.verifier_service.speed_guard import (
+    ALLOWED_PASSES,
     ALLOWED_S,
     ALLOWED_SHARE,
+    DEBT_PASSES,
     FIRST_REST,
     LOST_IN_A_ROW,
     PROBE_EVERY,
     PROBE_PASSES,
+    RED_PASSES,
     TRIED_ANYWAY,
     WON_PASSES,
+    Begin,
     Reputation,
     SpeedGuard,
 )
@@ -118,17 +122,54 @@ def test_what_a_links_sessions_have_made_of_its_drafts() -> None:
             assert not guard.is_due(9 + FIRST_REST * PROBE_EVERY)
         return guard.paused and not guard.is_due(20)
 
-    assert [session(-1.0) for _ in range(LOST_IN_A_ROW)] == [True] * LOST_IN_A_ROW  # after their first pass
-    assert SpeedGuard(10, reputation).paused
+    def begins_with_a_pause() -> bool:
+        guard = SpeedGuard(10, reputation)
+        guard.end()
+        return guard.paused
+
+    too_much = (ALLOWED_PASSES + 2 * ALLOWED_SHARE) * plain_s  # for one of them, not for all together
+    assert [session(-too_much) for _ in range(LOST_IN_A_ROW)] == [True] * LOST_IN_A_ROW  # after their first pass
+    assert not reputation.in_red
+    assert begins_with_a_pause()
     assert not SpeedGuard(10, reputation, unconditional=True).paused
     assert not SpeedGuard(10).paused
-    spared = [SpeedGuard(10, reputation).paused for _ in range(2 * TRIED_ANYWAY - 1)]
+    spared = [begins_with_a_pause() for _ in range(2 * TRIED_ANYWAY - 1)]
     assert spared.count(False) == 2
     reputation.won()
     assert [session(WON_PASSES * plain_s * 1.1) for _ in range(20)] == [False] * 20
-    assert [session(-1.0) for _ in range(LOST_IN_A_ROW - 1)] == [True] * (LOST_IN_A_ROW - 1)
+    assert [session(-too_much) for _ in range(LOST_IN_A_ROW - 1)] == [True] * (LOST_IN_A_ROW - 1)
     session(WON_PASSES * plain_s * 1.1)
-    assert not SpeedGuard(10, reputation).paused, "losses count in a row"
+    assert not begins_with_a_pause(), "losses count in a row"
+
+
+def test_what_a_links_sessions_lose_together_is_paid_for_by_what_they_decode() -> None:
+    """Each within its own allowance; and what one session gains the others may lose."""
+    reputation = Reputation()
+    plain_s, each = 0.0002, 1.9  # plain passes that each session loses
+
+    def lose() -> None:
+        guard = SpeedGuard(10, reputation, Begin.AT_ONCE)
+        guard.record(11, gained_s=0.0, cost_s=16 * each * plain_s, decode_s=plain_s, plain_s=plain_s, sessions=16)
+
+    while not reputation.in_red:
+        reputation.won()
+        lose()
+    reputation.won()
+    assert reputation.spares(), "whatever else speaks for it"
+    reputation.earn(0.9 * each * plain_s / ALLOWED_SHARE)
+    assert reputation.in_red is (RED_PASSES % each < 0.1 * each)
+    reputation.earn(each * plain_s / ALLOWED_SHARE)
+    assert not reputation.spares()
+    for _ in range(1000):
+        lose()
+    reputation.earn((DEBT_PASSES - RED_PASSES) * plain_s / ALLOWED_SHARE * 1.001)
+    assert not reputation.in_red, "no more debts than these are remembered"
+    reputation.earn(1e6)
+    reputation.spend((RED_PASSES + 0.1) * plain_s / 5)
+    assert not reputation.in_red, "what was decoded before is not saved up, but one mishap is not all"
+    for _ in range(5):
+        reputation.spend((RED_PASSES + 0.1) * plain_s / 5)
+    assert reputation.in_red
 
 
 def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link() -> None:
@@ -187,7 +228,8 @@ def test_a_try_that_the_texts_end_cuts_short_counts_as_far_as_it_went() -> None:
     for _ in range(LOST_IN_A_ROW):
         assert not reputation.spares()
         guard = SpeedGuard(10, reputation)
-        guard.record(11, gained_s=0.0, cost_s=1.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        guard.record(11, gained_s=0.0, cost_s=2.1 * PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        assert guard.paused
         reputation.won()
         guard.end_rest(12)
         assert guard.start_probe_if_due(12)
