@@ -115,6 +115,7 @@ class CommandDesk:
                 sampling=start.sampling,
                 deadline=None if request.time_left_s is None else now + request.time_left_s,
                 opened_at=now,
+                may_stop=start.may_stop,
                 moved_at=now,
             )
         )

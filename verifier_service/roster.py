@@ -40,6 +40,8 @@ class LiveSession:
         sampling: as the coordinator sent it; drafters are told.
         deadline: when the caller's time is over, None for never.
         opened_at: time of its opening.
+        may_stop: whether its coordinator may find that the text has ended.
+        has_begun: whether a pass has moved it.
         credit: length up to which it may commit tokens.
         moved_at: when it last committed tokens or was allowed to.
         prefill_s: time spent on its prefill so far.
@@ -55,6 +57,8 @@ class LiveSession:
     sampling: common_pb2.Sampling
     deadline: float | None
     opened_at: float
+    may_stop: bool = False
+    has_begun: bool = False
     credit: int = 0
     moved_at: float = 0.0
     prefill_s: float = 0.0

@@ -138,6 +138,7 @@ class Generation:
             keep=self._keep(member),
             numerics_id=self._numerics_id,
             allow_other_numerics=self._request.allow_other_numerics,
+            may_stop=bool(self._request.stopping.stop),
         )
         del start.stopping.stop[:]  # stop strings are found here
         if self._deadline is not None:

@@ -45,6 +45,7 @@ async def test_stop_strings_never_reach_the_verifier_and_end_its_session() -> No
     assert told.finished.usage.completion_tokens == len(told.ids)
     starts = [command.start for command in verifier.commands if command.HasField("start")]
     assert list(starts[-1].stopping.stop) == []
+    assert [start.may_stop for start in starts] == [False, True]
 
 
 async def test_the_verifier_runs_only_a_credit_ahead_of_a_slow_reader() -> None:

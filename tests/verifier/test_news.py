@@ -16,7 +16,8 @@ class Told:
 
     lives = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_stop: bool = False) -> None:
+        self.may_stop, self.has_begun = may_stop, False
         self.times = 0
 
     def tell(self) -> None:
@@ -39,15 +40,18 @@ class Failing:
 
 
 def news_of(clock: HandClock, *lives: Told, sessions: int = 1, credit: float = CREDIT) -> tuple[News, Failing]:
-    """News that have been told once, and then of one more pass."""
+    """News that have been told of a first pass long ago, of a second one now, and of a third one not yet."""
     roster = Failing()
     found = News(cast(Roster, roster), clock)
-    for _ in range(2):
+    for told in (True, True, False):
+        clock.now += 1.0 if told else 0.0
         for live in lives:
             found.add(cast(LiveSession, live))
         found.pass_ended(sessions, credit)
-        if not lives[0].times:
+        if told:
             found.tell(at_once=False)
+    for live in lives:
+        live.times -= 2
     return found, roster
 
 
@@ -68,12 +72,35 @@ def test_many_sessions_are_told_less_often_unless_one_may_have_to_stop(
     news, _ = news_of(clock, live, sessions=sessions, credit=credit)
     clock.now += after_s * 0.999
     news.tell(at_once=False)
-    assert live.times == 1
+    assert live.times == 0
     clock.now += after_s * 0.002
     news.tell(at_once=False)
-    assert live.times == 2
+    assert live.times == 1
     news.tell(at_once=True)
-    assert live.times == 2, "there is no more"
+    assert live.times == 1, "there is no more"
+
+
+def test_who_looks_for_the_end_of_a_text_is_told_as_if_it_were_alone() -> None:
+    clock, watched, other = HandClock(), Told(may_stop=True), Told()
+    news, _ = news_of(clock, watched, other, sessions=200)
+    assert (watched.times, other.times) == (0, 0)
+    clock.now += TELL_EVERY_S * 1.001
+    news.tell(at_once=False)
+    assert (watched.times, other.times) == (1, 0)
+    clock.now += TELL_WITHIN_S
+    news.tell(at_once=False)
+    assert (watched.times, other.times) == (1, 1)
+
+
+def test_the_first_tokens_of_a_text_wait_for_nothing() -> None:
+    old, new = Told(), Told()
+    news, _ = news_of(HandClock(), old, sessions=200)
+    news.add(cast(LiveSession, new))
+    news.tell(at_once=False)
+    assert (old.times, new.times) == (0, 1)
+    news.add(cast(LiveSession, new))
+    news.tell(at_once=False)
+    assert (old.times, new.times) == (0, 1)
 
 
 def test_what_is_told_at_once_waits_for_nothing_and_is_told_once() -> None:
@@ -81,12 +108,12 @@ def test_what_is_told_at_once_waits_for_nothing_and_is_told_once() -> None:
     news, _ = news_of(HandClock(), live, other)
     news.add(cast(LiveSession, live))
     news.tell(at_once=True)
-    assert (live.times, other.times) == (2, 2)
+    assert (live.times, other.times) == (1, 1)
 
 
 def test_a_session_that_cannot_be_told_fails_alone() -> None:
     live, faulty = Told(), FaultyTold()
     news, roster = news_of(HandClock(), live, faulty)
     news.tell(at_once=True)
-    assert live.times == 2
-    assert roster.failed == [faulty, faulty]
+    assert live.times == 1
+    assert roster.failed == [faulty] * 3

@@ -308,6 +308,7 @@ def test_sessions_of_a_link_that_was_worthless_so_far_begin_with_a_pause(verifie
         began = verifier._clock()
         coordinator.command(name, credit=verifier_pb2.Credit(up_to_len=10**6))
         assert coordinator.finish(name) == text[:30]
+        verifier.list_sessions()  # by now the drafter has heard of the end, too
         spent_s.append(verifier._clock() - began)
         asked.append(drafter.budgets[0] > 0)
     assert asked[:first] == [True] * first
@@ -365,6 +366,7 @@ def run_one_by_one(verifier: Scheduler, drafter: Drafter, prompt: list[int], wan
         began = verifier._clock()
         coordinator.command(name, credit=verifier_pb2.Credit(up_to_len=10**6))
         assert coordinator.finish(name) == wanted
+        verifier.list_sessions()  # by now the drafter has heard of the end, too
         spent_s += verifier._clock() - began
     return spent_s
 

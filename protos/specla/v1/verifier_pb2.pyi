@@ -125,7 +125,7 @@ class SessionCommand(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., issue_attach: _Optional[_Union[IssueAttach, _Mapping]] = ..., revoke_attach: _Optional[_Union[RevokeAttach, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("prompt_ids", "resumed_ids", "sampling", "stopping", "keep", "numerics_id", "allow_other_numerics", "time_left")
+    __slots__ = ("prompt_ids", "resumed_ids", "sampling", "stopping", "keep", "numerics_id", "allow_other_numerics", "time_left", "may_stop")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Start(_message.Message):
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     ALLOW_OTHER_NUMERICS_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    MAY_STOP_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     resumed_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -142,7 +143,8 @@ class Start(_message.Message):
     numerics_id: str
     allow_other_numerics: bool
     time_left: _duration_pb2.Duration
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., resumed_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_common_pb2.Stopping, _Mapping]] = ..., keep: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ..., numerics_id: _Optional[str] = ..., allow_other_numerics: bool = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    may_stop: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., resumed_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_common_pb2.Stopping, _Mapping]] = ..., keep: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ..., numerics_id: _Optional[str] = ..., allow_other_numerics: bool = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., may_stop: bool = ...) -> None: ...
 
 class IssueAttach(_message.Message):
     __slots__ = ("drafter_id",)
