@@ -41,6 +41,7 @@ class Attachment:
         overhead_s: time its drafting took of the scheduler's thread since the last pass.
         rested_s: time of passes during which it rested, yet to be accounted for.
         reputation: of its link.
+        looked_len: length at which it was looked at last.
         look_at: length at which the text of a drafter that rests is looked at next.
     """
 
@@ -74,6 +75,7 @@ class Attachment:
         self.overhead_s = 0.0
         self.rested_s = 0.0
         self.look_at = 0
+        self.looked_len = committed_len
         self.drafts = DraftBox()
         self.wait = DraftWait(max_wait_s, unconditional=unconditional)
         self.reputation = reputation
@@ -81,11 +83,11 @@ class Attachment:
             committed_len,
             reputation,
             invitation.begin,
-            deposit_s=invitation.deposit_s,
+            deposit=invitation.hand_over(reputation),
             unconditional=unconditional,
         )
         # Should it lose its stream and come back, it begins like any other.
-        invitation.begin, invitation.deposit_s = Begin.BY_REPUTATION, 0.0
+        invitation.begin = Begin.BY_REPUTATION
         self.repetition = invitation.repetition
         self.calibrator = Calibrator(link_calibrator)
         self.budget = NodeBudget(most_nodes)
@@ -98,6 +100,11 @@ class Attachment:
         if rested_s:
             self.wait.decode_s += rested_s
             self.guard.rest(rested_s)
+
+    def earn(self, committed_len: int, sessions: int) -> None:
+        """Likewise for its link, of passes with so many sessions since the text was looked at last."""
+        self.reputation.earn((committed_len - self.looked_len) / sessions)
+        self.looked_len = committed_len
 
     @property
     def node_budget(self) -> int:

@@ -90,7 +90,7 @@ class CommandDesk:
         elif kind == "issue_attach":
             self._issuer.invite(live, command.issue_attach.drafter_id)
         else:
-            live.attach_token = live.invitation = None
+            live.invite(None)
             self._drafts.detach(live, verifier_pb2.CLOSED_REASON_REVOKED)
 
     def _start(self, end: CoordinatorEnd, session_id: bytes, start: verifier_pb2.Start) -> None:

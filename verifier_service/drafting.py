@@ -110,6 +110,7 @@ class DraftDesk:
             self.detach(live, verifier_pb2.CLOSED_REASON_REPLACED, tell_drafter=not same)
         live.invitation = invitation = live.invitation or Invitation("")
         if invitation.drafter_id:
+            self._ids.pop(end, None)
             self._ids[end] = invitation.drafter_id
         attachment = Attachment(
             end,
@@ -172,7 +173,7 @@ class DraftDesk:
         matter."""
         if not drafter_id or self._unconditional:
             return None
-        end = next((end for end, known in self._ids.items() if known == drafter_id), None)
+        end = next((end for end, known in reversed(self._ids.items()) if known == drafter_id), None)  # the newest
         return self._reputations.get(end) if end is not None else None
 
     def charge(self, end: DrafterEnd, seconds: float, *, woken: bool = False) -> None:

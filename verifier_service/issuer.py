@@ -5,6 +5,7 @@ they would be spent in vain; so most sessions wait with the token, decode plainl
 for a try.
 """
 
+import hashlib
 import math
 import secrets
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from specla.verifier_service.roster import LiveSession
 from specla.verifier_service.speed_guard import FIRST_REST, PROBE_EVERY, Begin
 
 _TOKEN_BYTES = 16
-_MOST_OF_ID = 64  # characters: what is remembered
+_MOST_OF_ID = 64  # characters; of longer ones a digest is remembered
 
 
 class Issuer:
@@ -37,39 +38,47 @@ class Issuer:
 
     def invite(self, live: LiveSession, drafter_id: str) -> None:
         """Mint a token for a drafter, now or when it is worth a try."""
-        live.invitation = invitation = Invitation(drafter_id[:_MOST_OF_ID])
+        if len(drafter_id) > _MOST_OF_ID:
+            drafter_id = hashlib.sha256(drafter_id.encode()).hexdigest()
+        invitation = Invitation(drafter_id, live.session.committed_len)
+        live.invite(invitation)
         reputation = self._drafts.reputation_of(invitation.drafter_id)
         if reputation is not None and live.attachment is None:
             if reputation.spares():
                 invitation.look_at = 0
-                invitation.due_at = live.session.committed_len + FIRST_REST * PROBE_EVERY
+                rest = FIRST_REST * PROBE_EVERY if reputation.gave_up else 0
+                invitation.due_at = live.session.committed_len + rest
                 return
-            invitation.begin, invitation.deposit_s = Begin.AT_ONCE, reputation.grant()
+            invitation.begin = Begin.AT_ONCE
+            invitation.leave_deposit(reputation)
         self._mint(live, invitation)
 
-    def look(self, live: LiveSession, looked_s: float) -> None:
+    def look(self, live: LiveSession, sessions: int) -> None:
         """Mint the token that a session waits with, if something speaks for its drafter now.
 
         Args:
             live: the session.
-            looked_s: its part of the thread's time since it was looked at.
+            sessions: that took part in its last pass.
         """
         invitation = live.invitation
         if invitation is None or invitation.look_at == math.inf:
             return
         tokens, reputation = live.session.tokens, self._drafts.reputation_of(invitation.drafter_id)
+        passes, invitation.looked_len = len(tokens) - invitation.looked_len, len(tokens)
         invitation.look_at = len(tokens) + LOOK_EVERY
         if reputation is None:  # it has gone; whoever comes in its place is unknown
             self._mint(live, invitation)
             return
-        reputation.earn(looked_s)
+        reputation.earn(passes / sessions)
         if reputation.in_red:
             return
         if invitation.repetition.begins(tokens, reputation.woken_in_vain):
-            invitation.begin, invitation.deposit_s = Begin.AS_WOKEN_TRY, reputation.grant()
+            invitation.begin = Begin.AS_WOKEN_TRY
+            invitation.leave_deposit(reputation)
             self._mint(live, invitation)
         elif len(tokens) >= invitation.due_at:
-            invitation.begin, invitation.deposit_s = Begin.AS_TRY, reputation.grant()
+            invitation.begin = Begin.AS_TRY if reputation.gave_up else Begin.AT_ONCE
+            invitation.leave_deposit(reputation)
             self._mint(live, invitation)
 
     def _mint(self, live: LiveSession, invitation: Invitation) -> None:

@@ -37,6 +37,7 @@ class News:
         self._told_at = -math.inf
         self._told_others_at = -math.inf
         self._every_s = TELL_EVERY_S
+        self._is_short = False  # the credit of somebody who waits for news
 
     def add(self, live: LiveSession) -> None:
         """A pass has moved the session."""
@@ -50,8 +51,9 @@ class News:
 
     def pass_ended(self, sessions: int, least_credit: float) -> None:
         """So many sessions took part in the pass before; the one that may go on the least by so many tokens."""
+        self._is_short |= least_credit <= _SHORT_CREDIT
         self._every_s = TELL_EVERY_S
-        if least_credit > _SHORT_CREDIT:
+        if not self._is_short:
             self._every_s = min(TELL_EVERY_S + TELL_EACH_S * (sessions - 1), max(TELL_WITHIN_S, TELL_EVERY_S))
 
     def tell(self, *, at_once: bool) -> None:
@@ -64,7 +66,7 @@ class News:
             self._told_at = now
         if self._others and (at_once or now >= self._told_others_at + self._every_s):
             moved += self._others
-            self._others, self._told_others_at = [], now
+            self._others, self._told_others_at, self._is_short = [], now, False
         if self._may_stop and (moved or at_once or now >= self._told_at + TELL_EVERY_S):
             moved += self._may_stop
             self._may_stop, self._told_at = [], now

@@ -231,15 +231,14 @@ class PassRunner:
         if counted_s is None:
             counted_s = self.times.observe(ended.rows, ended.sessions, ended.seconds)
         decode_s = counted_s + self.times.between(ended.sessions)
-        looked_s = LOOK_EVERY * decode_s / ended.sessions  # a session's part of what went by since it was looked at
         for live, attachment in ended.resting:
             attachment.rested_s += decode_s
-            if len(live.session.tokens) >= attachment.look_at:
-                attachment.reputation.earn(looked_s)
+            if live.attachment is attachment and len(live.session.tokens) >= attachment.look_at:
+                attachment.earn(len(live.session.tokens), ended.sessions)
                 _end_rest_if_text_repeats(live, attachment)
         for live in ended.inviting:
             if live.lives:
-                self._issuer.look(live, looked_s)
+                self._issuer.look(live, ended.sessions)
 
     def _account(
         self,

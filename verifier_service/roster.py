@@ -68,6 +68,12 @@ class LiveSession:
     attachment: Attachment | None = field(default=None)
     untold: list[tuple[PassResult, int]] = field(default_factory=list)
 
+    def invite(self, invitation: Invitation | None) -> None:
+        """Ask for another drafter than before, or for none: a token that was minted before counts no more."""
+        if self.invitation is not None:
+            self.invitation.drop()
+        self.invitation, self.attach_token = invitation, None
+
     @property
     def session_id(self) -> bytes:
         """As the coordinator chose it."""
@@ -248,6 +254,7 @@ class Roster:
             return
         self._ended[live.session_id] = (reason, self._clock() + REMEMBERED_S)
         live.owner.session_ids.discard(live.session_id)
+        live.invite(None)
         if live.attachment is not None:
             live.attachment.end.session_ids.discard(live.session_id)
             live.attachment.end.put(closed_item(live.session_id, reason))

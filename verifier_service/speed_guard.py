@@ -28,7 +28,7 @@ WON_PASSES = 2.0  # plain ones: who has gained so much is worth a try in the nex
 LOST_IN_A_ROW = 4  # pauses without such a gain between them, after which new sessions begin with a pause
 TRIED_ANYWAY = 8  # of so many such sessions one, drawn, is tried all the same: requests may come in a rhythm
 RED_PASSES = 1.5 * LOST_IN_A_ROW * ALLOWED_PASSES  # plain ones, that a link's sessions may have lost together
-DEBT_PASSES = 3 * RED_PASSES  # no more is remembered: one mishap must not end all tries for long
+DEBT_PASSES = 3 * RED_PASSES  # no more is remembered, and of one session's pass RED_PASSES: mishaps happen
 
 _MOST_DOUBLINGS = 20
 
@@ -41,7 +41,8 @@ class Reputation:
     """
 
     def __init__(self) -> None:
-        self._balance_s = 0.0  # of the thread's time
+        self._balance = 0.0  # of the thread's time, in plain passes, which may take longer or shorter meanwhile
+        self._held = 0.0  # of it as deposits
         self._plain_s = math.inf
         self._lost = 0
         self._spared = 0
@@ -69,7 +70,8 @@ class Reputation:
     def book(self, net_s: float, plain_s: float) -> None:
         """A pass of some session has gained or cost so much of the thread's time; a plain pass takes plain_s."""
         self._plain_s = plain_s
-        self._balance_s = max(min(self._balance_s + net_s, BANKED_PASSES * plain_s), -DEBT_PASSES * plain_s)
+        net = max(net_s / plain_s, -RED_PASSES)
+        self._balance = max(min(self._balance + net, BANKED_PASSES), -DEBT_PASSES)
 
     def spend(self, seconds: float) -> None:
         """So much of the thread's time went into something else for the link, attaching its drafter."""
@@ -77,33 +79,37 @@ class Reputation:
             self.book(-seconds, self._plain_s)
 
     def grant(self) -> float:
-        """A session is about to try: it leaves a deposit, for others would try at the same time. So many seconds are
-        to be returned with its first pass, or when it ends."""
+        """A session is about to try: it leaves a deposit, in plain passes, for others would try at the same time. It
+        is to be refunded."""
         if self._plain_s == math.inf:
             return 0.0
-        deposit_s = ALLOWED_PASSES * self._plain_s
-        self._balance_s -= deposit_s
-        return deposit_s
+        self._held += ALLOWED_PASSES
+        return ALLOWED_PASSES
 
-    def refund(self, deposit_s: float) -> None:
+    def refund(self, deposit: float) -> None:
         """The session has begun to try, or never will: what it loses is booked as it comes."""
-        self._balance_s += deposit_s
+        self._held -= deposit
 
-    def earn(self, decode_s: float) -> None:
-        """So much of the thread's time was decoded: its share pays for what was lost."""
-        if self._balance_s < 0.0:
-            self._balance_s = min(self._balance_s + ALLOWED_SHARE * decode_s, 0.0)
+    def earn(self, passes: float) -> None:
+        """So many passes, or parts of them, were the link's sessions': their share pays for what was lost."""
+        if self._balance < 0.0:
+            self._balance = min(self._balance + ALLOWED_SHARE * passes, 0.0)
 
     @property
     def in_red(self) -> bool:
         """Whether nothing should be tried before more has been decoded."""
-        return self._balance_s < -RED_PASSES * self._plain_s
+        return self._balance - self._held < -RED_PASSES
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the last sessions all have."""
+        return self._lost >= LOST_IN_A_ROW
 
     def spares(self) -> bool:
         """Whether a session that begins now should begin with a pause."""
         if self.in_red:
             return True
-        if self._lost < LOST_IN_A_ROW:
+        if not self.gave_up:
             return False
         place = self._spared % TRIED_ANYWAY
         self._spared += 1
@@ -132,7 +138,7 @@ class SpeedGuard:
         committed_len: now.
         reputation: of the drafter's link; None: it has none yet.
         begin: what to do with the drafter at first.
-        deposit_s: that was left with the reputation for that.
+        deposit: that was left with the reputation for that.
         unconditional: never pause.
 
     Attributes:
@@ -147,7 +153,7 @@ class SpeedGuard:
         reputation: Reputation | None = None,
         begin: Begin = Begin.BY_REPUTATION,
         *,
-        deposit_s: float = 0.0,
+        deposit: float = 0.0,
         unconditional: bool = False,
     ) -> None:
         self._reputation = reputation or Reputation()
@@ -163,7 +169,7 @@ class SpeedGuard:
         self._probe_balance_s = 0.0
         self._woken = False
         self._has_rested = False
-        self._deposit_s = deposit_s
+        self._deposit = deposit
         if unconditional or begin is Begin.AT_ONCE:
             return
         if begin is not Begin.BY_REPUTATION:
@@ -171,9 +177,9 @@ class SpeedGuard:
             self._woken = begin is Begin.AS_WOKEN_TRY
             self.start_probe_if_due(committed_len)
         elif self._reputation.spares():
-            self._rest(committed_len, FIRST_REST * PROBE_EVERY)
+            self._rest(committed_len, (FIRST_REST if self._reputation.gave_up else 1) * PROBE_EVERY)
         else:
-            self._deposit_s = self._reputation.grant()
+            self._deposit = self._reputation.grant()
 
     def record(
         self,
@@ -202,7 +208,7 @@ class SpeedGuard:
         self._take_deposit_back()
         if not self._unconditional:
             self._reputation.book(net / sessions, plain_s)
-            self._reputation.earn(decode_s / sessions)
+            self._reputation.earn(decode_s / plain_s / sessions)
         if self.balance_s > WON_PASSES * plain_s:
             self._reputation.won()
         if self.probing:
@@ -254,14 +260,14 @@ class SpeedGuard:
 
     def end_rest(self, committed_len: int) -> None:
         """Something speaks for the drafter: it is tried again as soon as may be."""
-        if not self._deposit_s:
-            self._deposit_s = self._reputation.grant()
+        if not self._deposit:
+            self._deposit = self._reputation.grant()
         self._woken |= committed_len < self._probe_at
         self._probe_at = min(self._probe_at, committed_len)
 
     def _take_deposit_back(self) -> None:
-        self._reputation.refund(self._deposit_s)
-        self._deposit_s = 0.0
+        self._reputation.refund(self._deposit)
+        self._deposit = 0.0
 
     def is_due(self, committed_len: int) -> bool:
         """Whether a drafter that pauses is to be tried again."""

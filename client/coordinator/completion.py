@@ -61,7 +61,8 @@ class Completion:
         tokens, drafted, logprobs = list(committed.tokens), list(committed.drafted), list(committed.logprobs)
         passes = [(counts.tokens, counts.drafted) for counts in committed.passes]
         counted = sum([count for count, _ in passes])
-        if committed.offset != self.length or {counted, len(drafted)} != {len(tokens)}:
+        one_each = {counted, len(drafted), len(logprobs) or len(tokens)} == {len(tokens)}
+        if committed.offset != self.length or not one_each:
             raise InternalError(
                 f"the verifier sent {len(tokens)} tokens of {counted} counted at {committed.offset}, "
                 f"expected at {self.length}"

@@ -125,8 +125,15 @@ def test_logprobs_stay_with_their_tokens() -> None:
         verifier_pb2.Committed(offset=PROMPT + 1, tokens=[1], drafted=[False], passes=[{"tokens": 1}]),
         verifier_pb2.Committed(offset=PROMPT, tokens=[1, 2], drafted=[False] * 2, passes=[{"tokens": 1}]),
         verifier_pb2.Committed(offset=PROMPT, tokens=[1, 2], drafted=[False], passes=[{"tokens": 2}]),
+        verifier_pb2.Committed(
+            offset=PROMPT,
+            tokens=[1, 2],
+            drafted=[False] * 2,
+            passes=[{"tokens": 2}],
+            logprobs=[common_pb2.TokenLogprobs(chosen=-1.0)],
+        ),
     ],
-    ids=["gap", "passes", "flags"],
+    ids=["gap", "passes", "flags", "logprobs"],
 )
 def test_a_verifier_that_counts_otherwise_is_caught(bad: verifier_pb2.Committed) -> None:
     with pytest.raises(InternalError, match="counted"):

@@ -8,7 +8,7 @@ from verifier_harness import Coordinator, CountedEngine, HandClock, plain_text
 
 from specla.v1 import verifier_pb2
 from specla.v1.verifier_pb2 import DraftItem, SessionCommand, VerdictItem
-from specla.verifier_service import issuer
+from specla.verifier_service import issuer, pass_runner
 from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.repetition import LEAST, LOOK_EVERY, Repetition
@@ -109,10 +109,14 @@ class Inviting(Coordinator):
 
 
 def serving(
-    target: Path, kind: type[CountedEngine], drafting: str = "measured", table: dict[int, float] = TABLE
+    target: Path,
+    kind: type[CountedEngine],
+    drafting: str = "measured",
+    table: dict[int, float] = TABLE,
+    sessions: int = 4,
 ) -> Scheduler:
     clock = HandClock()
-    config = VerifierConfig(target=target, threads=1, max_sessions=4, drafting=drafting)
+    config = VerifierConfig(target=target, threads=1, max_sessions=sessions, drafting=drafting)
     return Scheduler(kind(config, clock, table), config, clock).start(PassTimes(table))
 
 
@@ -134,11 +138,16 @@ def repeats_at(text: list[int]) -> int:
     return next(n for n in range(1, TOKENS) if watch.begins([*PROMPT, *text[:n]], 0))
 
 
+def spare_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reputation, "spares", lambda self: True)
+    monkeypatch.setattr(Reputation, "gave_up", property(lambda self: True))
+
+
 def known_to_be_worthless(verifier: Scheduler, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> Inviting:
     """A coordinator whose drafter has attached once, and all of whose later sessions are to be spared."""
     coordinator = Inviting(verifier, drafter)
     coordinator.run(coordinator.invite(1))
-    monkeypatch.setattr(Reputation, "spares", lambda self: True)
+    spare_all(monkeypatch)
     drafter.budgets.clear()
     return coordinator
 
@@ -217,24 +226,112 @@ def test_together_sessions_try_no_more_than_all_of_them_can_afford(
     table = {rows: 0.0002 + 0.000002 * rows for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)}
     waves, tokens, many = 15, 150, 4
 
-    def wave(verifier: Scheduler, coordinator: Inviting) -> float:
-        """Seconds that four texts took."""
-        ids = [coordinator.invite(tokens) for _ in range(many)]
-        began, credit = verifier._clock(), verifier_pb2.Credit(up_to_len=10**6)
-        coordinator.link.send([SessionCommand(session_id=session, credit=credit) for session in ids])
-        assert [coordinator.finish(session) for session in ids] == [text[:tokens]] * many
-        return verifier._clock() - began
-
     def speed(right_from: float) -> float:
         """Over plain decoding."""
         with serving(tiny_target, kind, table=table) as verifier:
             coordinator = Inviting(verifier, Drafter(verifier, text, right_from=right_from, takes_s=takes_s))
-            spent_s = [wave(verifier, coordinator) for _ in range(waves)]
+            spent_s = [wave(verifier, coordinator, tokens, many) for _ in range(waves)]
         return (waves - 1) * tokens * table[many] / sum(spent_s[1:])
 
     assert speed(right_from=1e9) > 0.96
     least = {0.0001: 2.5, 0.0004: 0.94, 0.002: 0.96}  # drafts are worth it, just so, not
     assert speed(right_from=0.0) > least[takes_s]
+
+
+def wave(verifier: Scheduler, coordinator: Inviting, tokens: int, sessions: int) -> float:
+    """Seconds that so many texts took together."""
+    ids = [coordinator.invite(tokens) for _ in range(sessions)]
+    began, credit = verifier._clock(), verifier_pb2.Credit(up_to_len=10**6)
+    coordinator.link.send([SessionCommand(session_id=session, credit=credit) for session in ids])
+    for session in ids:
+        coordinator.finish(session)
+    verifier.list_sessions()
+    return verifier._clock() - began
+
+
+def test_a_good_drafter_is_not_kept_from_many_sessions_that_begin_at_once(tiny_target: Path, text: list[int]) -> None:
+    """Deposits of some may make the others wait for a moment, and no longer."""
+    many, tokens, table = 16, 100, {rows: 0.013 + 0.00001 * rows for rows in range(1, 200)}
+    with serving(tiny_target, CountedEngine, table=table, sessions=many) as verifier:
+        coordinator = Inviting(verifier, Drafter(verifier, text, right_from=0, takes_s=0.0003))
+        coordinator.run(coordinator.invite(tokens))
+        spent_s = wave(verifier, coordinator, tokens, many)
+        (reputation,) = verifier._drafts._reputations.values()
+        assert not reputation.in_red
+        assert reputation._held == 0.0
+    assert len(coordinator.tokens_issued) == 1 + many
+    assert tokens * table[many] / spent_s > 2.5
+
+
+@pytest.mark.parametrize("way", ["cancel", "revoke", "ask again", "attach elsewhere"])
+def test_a_token_that_is_never_used_costs_its_drafter_nothing(verifier: Scheduler, text: list[int], way: str) -> None:
+    coordinator = Inviting(verifier, Drafter(verifier, text, right_from=0, takes_s=0.0003))
+    coordinator.run(coordinator.invite(60))
+    (reputation,) = verifier._drafts._reputations.values()
+    other, attach = Drafter(verifier, text, right_from=0, takes_s=0.0003), coordinator.drafter.attach
+    coordinator.drafter.attach = other.attach if way == "attach elsewhere" else lambda session_id, token: None  # type: ignore[method-assign]
+    for _ in range(20):
+        session_id = coordinator.invite(4)
+        assert session_id in coordinator.tokens_issued
+        if way == "ask again":
+            coordinator.command(session_id, issue_attach=verifier_pb2.IssueAttach())
+        elif way == "revoke":
+            coordinator.command(session_id, revoke_attach=verifier_pb2.RevokeAttach())
+        verifier.list_sessions()
+        assert reputation._held == (2.0 if way == "cancel" else 0.0)
+        coordinator.command(session_id, cancel=verifier_pb2.Cancel())
+        verifier.list_sessions()
+        assert reputation._held == 0.0
+    coordinator.drafter.attach = attach  # type: ignore[method-assign]
+    assert not reputation.spares()
+
+
+def test_a_session_that_ends_while_its_drafter_rests_leaves_no_deposit(
+    tiny_target: Path, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pass after which its text speaks for a try and the look at it."""
+    monkeypatch.setattr(pass_runner, "LOOK_EVERY", 1)
+    with serving(tiny_target, OverlappingEngine) as verifier:
+        coordinator = known_to_be_worthless(verifier, Drafter(verifier, text, right_from=1e9), monkeypatch)
+        coordinator.drafter_id = ""  # the drafter attaches, and rests
+        (reputation,) = verifier._drafts._reputations.values()
+        reputation.book(0.0, TABLE[1])
+        session_id = coordinator.invite(TOKENS)
+        live = verifier._roster.get(session_id)
+        assert live is not None
+        monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: len(tokens) >= 20)
+        look = verifier._look_around
+
+        def cancel_first(*, at_once: bool = True) -> bool:
+            if len(live.session.tokens) == 20 and live.lives:
+                assert live.attachment is not None
+                verifier._roster.cancel(live)
+            return look(at_once=at_once)
+
+        monkeypatch.setattr(verifier, "_look_around", cancel_first)
+        coordinator.command(session_id, credit=verifier_pb2.Credit(up_to_len=10**6))
+        coordinator.failure(session_id)
+        verifier.list_sessions()
+        assert reputation._held == 0.0
+
+
+def test_while_a_token_waits_the_former_one_does_not_count(
+    verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = known_to_be_worthless(verifier, Drafter(verifier, text, right_from=1e9), monkeypatch)
+    late, worthless = Drafter(verifier, text, right_from=0), coordinator.drafter
+    coordinator.drafter.attach = lambda session_id, token: None  # type: ignore[method-assign]
+    coordinator.drafter_id = "another"
+    session_id = coordinator.invite(10)
+    (token,) = coordinator.tokens_issued[session_id]
+    coordinator.command(session_id, issue_attach=verifier_pb2.IssueAttach(drafter_id="one"))
+    verifier.list_sessions()
+    assert len(coordinator.tokens_issued[session_id]) == 1
+    late.attach(session_id, token)
+    coordinator.run(session_id)
+    assert not late.texts
+    assert list(verifier._drafts._ids.values()) == ["one"]
+    assert worthless.texts.keys() != {session_id}
 
 
 def test_who_comes_in_a_drafters_place_does_not_wait(
@@ -270,10 +367,12 @@ def test_a_longer_id_than_any_is_one_like_others(
 ) -> None:
     coordinator = Inviting(verifier, Drafter(verifier, text, right_from=1e9), drafter_id="x" * 100_000)
     coordinator.run(coordinator.invite(1))
-    monkeypatch.setattr(Reputation, "spares", lambda self: True)
-    session_id = coordinator.invite(2)
-    coordinator.run(session_id)
-    assert session_id not in coordinator.tokens_issued
+    spare_all(monkeypatch)
+    for drafter_id, issued in (("x" * 100_000, False), ("x" * 100_001, True)):
+        coordinator.drafter_id = drafter_id
+        session_id = coordinator.invite(2)
+        coordinator.run(session_id)
+        assert (session_id in coordinator.tokens_issued) is issued
     assert max(len(known) for known in verifier._drafts._ids.values()) == 64
 
 

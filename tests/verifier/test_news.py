@@ -80,6 +80,22 @@ def test_many_sessions_are_told_less_often_unless_one_may_have_to_stop(
     assert live.times == 1, "there is no more"
 
 
+def test_somebodys_credit_runs_short_until_he_is_told() -> None:
+    """Once it is used up he takes part in no pass any more."""
+    clock, stuck, other = HandClock(), Told(), Told()
+    news, _ = news_of(clock, stuck, other, sessions=200, credit=0)
+    news.add(cast(LiveSession, other))
+    news.pass_ended(199, CREDIT)
+    clock.now += TELL_EVERY_S * 1.001
+    news.tell(at_once=False)
+    assert stuck.times == 1
+    news.add(cast(LiveSession, other))
+    news.pass_ended(199, CREDIT)
+    clock.now += TELL_EVERY_S * 1.001
+    news.tell(at_once=False)
+    assert other.times == 1
+
+
 def test_who_looks_for_the_end_of_a_text_is_told_as_if_it_were_alone() -> None:
     clock, watched, other = HandClock(), Told(may_stop=True), Told()
     news, _ = news_of(clock, watched, other, sessions=200)

@@ -6,6 +6,7 @@ from specla.verifier_service.speed_guard import (
     ALLOWED_PASSES,
     ALLOWED_S,
     ALLOWED_SHARE,
+    BANKED_PASSES,
     DEBT_PASSES,
     FIRST_REST,
     LOST_IN_A_ROW,
@@ -156,20 +157,37 @@ def test_what_a_links_sessions_lose_together_is_paid_for_by_what_they_decode() -
         lose()
     reputation.won()
     assert reputation.spares(), "whatever else speaks for it"
-    reputation.earn(0.9 * each * plain_s / ALLOWED_SHARE)
-    assert reputation.in_red is (RED_PASSES % each < 0.1 * each)
-    reputation.earn(each * plain_s / ALLOWED_SHARE)
+    reputation.earn(each / ALLOWED_SHARE)
     assert not reputation.spares()
     for _ in range(1000):
         lose()
-    reputation.earn((DEBT_PASSES - RED_PASSES) * plain_s / ALLOWED_SHARE * 1.001)
+    assert reputation.in_red
+    reputation.earn((DEBT_PASSES - RED_PASSES) / ALLOWED_SHARE * 0.999)
+    assert reputation.in_red
+    reputation.earn((DEBT_PASSES - RED_PASSES) / ALLOWED_SHARE * 0.002)
     assert not reputation.in_red, "no more debts than these are remembered"
     reputation.earn(1e6)
-    reputation.spend((RED_PASSES + 0.1) * plain_s / 5)
-    assert not reputation.in_red, "what was decoded before is not saved up, but one mishap is not all"
-    for _ in range(5):
-        reputation.spend((RED_PASSES + 0.1) * plain_s / 5)
-    assert reputation.in_red
+    reputation.spend(1000.0)
+    assert not reputation.in_red, "one mishap"
+    reputation.spend(0.1 * plain_s)
+    assert reputation.in_red, "what was decoded before is not saved up"
+
+
+def test_deposits_are_apart_from_what_was_gained_and_lost() -> None:
+    reputation = Reputation()
+    assert reputation.grant() == 0.0, "nobody knows yet what a pass takes"
+    reputation.book(1.0, 0.01)
+    deposits = list[float]()
+    while not reputation.in_red:
+        deposits.append(reputation.grant())
+    assert sum(deposits) > BANKED_PASSES + RED_PASSES
+    assert not reputation.gave_up
+    reputation.earn(1e6)
+    assert reputation.in_red, "they are not paid for by what is decoded"
+    for deposit in deposits:
+        reputation.refund(deposit)
+    reputation.book(-(BANKED_PASSES + RED_PASSES) * 0.02 * 0.999, 0.02)
+    assert not reputation.in_red, "passes count, not seconds"
 
 
 def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link() -> None:
