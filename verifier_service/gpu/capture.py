@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,23 @@ def captured(launch: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """
     graph = torch.cuda.CUDAGraph()
     here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails does not come back by itself
-    with _ONE_AT_A_TIME, here, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with (
+        _ONE_AT_A_TIME,
+        _no_garbage_collected(),
+        here,
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         launch()
     return graph
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Among the garbage may be a graph, to free which is a call that cannot be captured: it would end the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
