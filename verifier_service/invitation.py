@@ -16,7 +16,8 @@ class Invitation:
     Attributes:
         begin: how the drafter begins once it attaches.
         looked_len: length at which the text was looked at last.
-        look_at: length at which the text is looked at next, while the token waits; infinity when it does not.
+        is_minted: whether its token has been minted.
+        look_at: length at which the session is looked at next; infinity if there is nothing to look for.
         due_at: length at which it is minted in any case.
         repetition: what is looked for.
     """
@@ -25,6 +26,7 @@ class Invitation:
         self.drafter_id = drafter_id
         self.begin = Begin.BY_REPUTATION
         self.looked_len = committed_len
+        self.is_minted = False
         self.look_at = math.inf
         self.due_at = 0
         self.repetition = Repetition()

@@ -19,6 +19,7 @@ from specla.verifier_service.roster import LiveSession
 from specla.verifier_service.speed_guard import FIRST_REST, PROBE_EVERY, Begin
 
 _TOKEN_BYTES = 16
+_HELD_FOR = 32  # tokens that a session decodes: by then its drafter has attached, or will hardly
 _MOST_OF_ID = 64  # characters; of longer ones a digest is remembered
 
 
@@ -54,7 +55,8 @@ class Issuer:
         self._mint(live, invitation)
 
     def look(self, live: LiveSession, sessions: int) -> None:
-        """Mint the token that a session waits with, if something speaks for its drafter now.
+        """Mint the token that a session waits with, if something speaks for its drafter now. Of one that was minted and
+        never used the deposit goes back.
 
         Args:
             live: the session.
@@ -62,6 +64,10 @@ class Issuer:
         """
         invitation = live.invitation
         if invitation is None or invitation.look_at == math.inf:
+            return
+        if invitation.is_minted:
+            invitation.drop()
+            invitation.look_at = math.inf
             return
         tokens, reputation = live.session.tokens, self._drafts.reputation_of(invitation.drafter_id)
         passes, invitation.looked_len = len(tokens) - invitation.looked_len, len(tokens)
@@ -81,8 +87,18 @@ class Issuer:
             invitation.leave_deposit(reputation)
             self._mint(live, invitation)
 
+    def settle(self, live: LiveSession, sessions: int) -> None:
+        """A text has ended while its token waited: what it decoded since the last look counts, too."""
+        invitation = live.invitation
+        if invitation is None or invitation.is_minted:
+            return
+        reputation = self._drafts.reputation_of(invitation.drafter_id)
+        if reputation is not None:
+            reputation.earn((len(live.session.tokens) - invitation.looked_len) / sessions)
+
     def _mint(self, live: LiveSession, invitation: Invitation) -> None:
-        invitation.look_at = math.inf
+        invitation.is_minted = True
+        invitation.look_at = len(live.session.tokens) + _HELD_FOR
         live.epoch += 1
         live.attach_token = secrets.token_bytes(_TOKEN_BYTES)
         issued = verifier_pb2.AttachIssued(

@@ -213,6 +213,10 @@ class PassRunner:
                 self._report(part, result)
                 busy.append(attachment)
             if result.finish is not None:
+                if attachment is not None:
+                    attachment.earn(len(live.session.tokens), sessions)
+                else:
+                    self._issuer.settle(live, sessions)
                 self._roster.finish(live, result.finish)
         self._news.pass_ended(sessions, least_credit)
         if counted_s is None or resting or inviting:
@@ -254,6 +258,7 @@ class PassRunner:
         plain_s, decode_s = self.times.iteration(sessions, sessions), counted_s + self.times.between(sessions)
         committed_len = part.live.session.committed_len
         attachment.account_for_rest()
+        attachment.earn(committed_len - len(result.tokens), sessions)
         drafting_s = attachment.overhead_s * sessions  # as long as that all sessions of the pass waited
         if part.draft is not None:
             worth = _worth_drafting(part.draft, part.kept, attachment, drafting_s / plain_s)
@@ -276,6 +281,7 @@ class PassRunner:
             plain_s=plain_s,
             sessions=sessions,
         )
+        attachment.looked_len = committed_len  # the pass has earned its part
         attachment.overhead_s = 0.0
         if attachment.is_quiet:
             _end_rest_if_text_repeats(part.live, attachment)

@@ -270,13 +270,17 @@ class SpeedGuard:
         self._deposit = 0.0
 
     def is_due(self, committed_len: int) -> bool:
-        """Whether a drafter that pauses is to be tried again."""
-        return self.paused and committed_len >= self._probe_at
+        """Whether a drafter that pauses is to be tried again: in the red only if that was granted before."""
+        if not self.paused or committed_len < self._probe_at:
+            return False
+        return self._deposit > 0.0 or not self._reputation.in_red
 
     def start_probe_if_due(self, committed_len: int) -> bool:
         """Whether a probe begins with the pass that comes next."""
         if not self.is_due(committed_len):
             return False
+        if not self._deposit:
+            self._deposit = self._reputation.grant()
         self.paused, self.probing = False, True
         self._probe_passes, self._probe_balance_s = 0, 0.0
         return True

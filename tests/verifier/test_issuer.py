@@ -13,7 +13,14 @@ from specla.verifier_service.config import VerifierConfig
 from specla.verifier_service.cost_model import PassTimes
 from specla.verifier_service.repetition import LEAST, LOOK_EVERY, Repetition
 from specla.verifier_service.scheduler import Scheduler
-from specla.verifier_service.speed_guard import LOST_IN_A_ROW, PROBE_BUDGET, PROBE_EVERY, TRIED_ANYWAY, Reputation
+from specla.verifier_service.speed_guard import (
+    ALLOWED_SHARE,
+    LOST_IN_A_ROW,
+    PROBE_BUDGET,
+    PROBE_EVERY,
+    TRIED_ANYWAY,
+    Reputation,
+)
 
 PROMPT = [72, 101, 108, 108, 111]
 TOKENS = 200
@@ -315,6 +322,65 @@ def test_a_session_that_ends_while_its_drafter_rests_leaves_no_deposit(
         assert reputation._held == 0.0
 
 
+@pytest.mark.parametrize("drafter_id", ["one", ""])
+@pytest.mark.parametrize("tokens", [1, 3, 30])
+def test_what_sessions_decode_without_their_drafter_pays_for_what_it_lost(
+    verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch, drafter_id: str, tokens: int
+) -> None:
+    """Of sessions that wait with its token, and of those whose drafter rests."""
+    monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: False)
+    coordinator = known_to_be_worthless(verifier, Drafter(verifier, text, right_from=1e9), monkeypatch)
+    coordinator.drafter_id = drafter_id
+    (reputation,) = verifier._drafts._reputations.values()
+    reputation.book(-1e6, TABLE[1])
+    monkeypatch.setattr(Reputation, "spend", lambda self, seconds: None)
+    before = reputation._balance
+    assert before < -10
+    for _ in range(4):
+        session_id = coordinator.invite(tokens)
+        assert (session_id in coordinator.tokens_issued) is not drafter_id
+        coordinator.run(session_id)
+        verifier.list_sessions()
+    assert max(coordinator.drafter.budgets, default=0) == 0
+    assert reputation._balance - before == pytest.approx(4 * tokens * ALLOWED_SHARE)
+
+
+def test_a_token_that_is_not_used_while_its_session_goes_on_costs_its_drafter_nothing(
+    verifier: Scheduler, text: list[int]
+) -> None:
+    coordinator = Inviting(verifier, Drafter(verifier, text, right_from=0, takes_s=0.0003))
+    coordinator.run(coordinator.invite(60))
+    (reputation,) = verifier._drafts._reputations.values()
+    coordinator.drafter.attach = lambda session_id, token: None  # type: ignore[method-assign]
+    session_id = coordinator.invite(TOKENS)
+    assert reputation._held == 2.0
+    coordinator.command(session_id, credit=verifier_pb2.Credit(up_to_len=len(PROMPT) + 60))
+    coordinator.wait(lambda: len(coordinator.tokens(session_id)) == 60)
+    verifier.list_sessions()
+    assert reputation._held == 0.0
+
+
+@pytest.mark.parametrize(("gave_up", "budget"), [(True, PROBE_BUDGET), (False, 15)])
+def test_who_waited_for_the_red_alone_is_not_merely_tried(
+    tiny_target: Path, text: list[int], monkeypatch: pytest.MonkeyPatch, gave_up: bool, budget: int
+) -> None:
+    monkeypatch.setattr(Repetition, "begins", lambda self, tokens, failures: False)
+    monkeypatch.setattr(issuer, "FIRST_REST", 0)
+    with serving(tiny_target, CountedEngine) as verifier:
+        coordinator = Inviting(verifier, Drafter(verifier, text, right_from=0, takes_s=0.0003))
+        coordinator.run(coordinator.invite(1))
+        (reputation,) = verifier._drafts._reputations.values()
+        while not reputation.in_red:
+            reputation.book(-0.001 * TABLE[1], TABLE[1])
+        monkeypatch.setattr(Reputation, "spend", lambda self, seconds: None)
+        monkeypatch.setattr(Reputation, "gave_up", property(lambda self: gave_up))
+        coordinator.drafter.budgets.clear()
+        session_id = coordinator.invite(40)
+        assert session_id not in coordinator.tokens_issued
+        coordinator.run(session_id)
+        assert coordinator.drafter.budgets[0] == budget
+
+
 def test_while_a_token_waits_the_former_one_does_not_count(
     verifier: Scheduler, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +397,9 @@ def test_while_a_token_waits_the_former_one_does_not_count(
     coordinator.run(session_id)
     assert not late.texts
     assert list(verifier._drafts._ids.values()) == ["one"]
-    assert worthless.texts.keys() != {session_id}
+    assert session_id not in worthless.texts
+    verifier._drafts.lose(next(iter(verifier._drafts._ids)))
+    assert not verifier._drafts._ids
 
 
 def test_who_comes_in_a_drafters_place_does_not_wait(

@@ -119,6 +119,32 @@ def test_the_first_tokens_of_a_text_wait_for_nothing() -> None:
     assert (old.times, new.times) == (0, 1)
 
 
+@pytest.mark.parametrize("may_stop", [True, False])
+def test_who_begins_alone_is_not_told_again_before_it_is_due(may_stop: bool) -> None:
+    clock, live = HandClock(), Told(may_stop=may_stop)
+    news = News(cast(Roster, Failing()), clock)
+    for _ in range(3):
+        news.add(cast(LiveSession, live))
+        news.pass_ended(1, CREDIT)
+        news.tell(at_once=False)
+    assert live.times == 1
+    clock.now += TELL_EVERY_S * 1.001
+    news.tell(at_once=False)
+    assert live.times == 2
+
+
+def test_who_looks_for_the_end_of_a_text_is_told_with_all_others() -> None:
+    """One wake for all: whoever looks for the end of a text is told with the others, before it is due."""
+    clock, watched, other = HandClock(), Told(may_stop=True), Told()
+    news, _ = news_of(clock, watched, other, sessions=2)
+    clock.now += TELL_EVERY_S * 1.001
+    news.tell(at_once=False)
+    news.add(cast(LiveSession, watched))
+    clock.now += TELL_EACH_S
+    news.tell(at_once=False)
+    assert (watched.times, other.times) == (2, 1)
+
+
 def test_what_is_told_at_once_waits_for_nothing_and_is_told_once() -> None:
     live, other = Told(), Told()
     news, _ = news_of(HandClock(), live, other)

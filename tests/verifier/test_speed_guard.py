@@ -88,7 +88,8 @@ def test_a_drafter_that_became_useful_is_taken_back_at_the_next_probe() -> None:
 
 def test_a_try_that_was_disturbed_is_not_the_last_for_long() -> None:
     """A hiccup of a hundred passes in one probe: 10,000 tokens would have to pay for it."""
-    quick_s, guard, rests, length = 0.0002, SpeedGuard(), list[int](), 10
+    quick_s, reputation, rests, length = 0.0002, Reputation(), list[int](), 10
+    guard = SpeedGuard(10, reputation)
     for _ in range(4):
         while not guard.start_probe_if_due(length):
             length += 1
@@ -98,6 +99,7 @@ def test_a_try_that_was_disturbed_is_not_the_last_for_long() -> None:
         begun = length
         while not guard.is_due(length):
             length += 1
+            reputation.earn(1)
         rests.append(length - begun)
     assert rests == [512, 1024, 2048, 4096]
 
@@ -173,6 +175,30 @@ def test_what_a_links_sessions_lose_together_is_paid_for_by_what_they_decode() -
     assert reputation.in_red, "what was decoded before is not saved up"
 
 
+def test_a_drafter_that_rests_is_not_tried_on_schedule_while_its_link_is_in_the_red() -> None:
+    reputation, plain_s = Reputation(), 0.01
+    guard = SpeedGuard(10, reputation)
+    guard.record(11, gained_s=0.0, cost_s=3 * plain_s, decode_s=plain_s, plain_s=plain_s)
+    assert guard.paused
+    while not reputation.in_red:
+        reputation.book(-plain_s, plain_s)
+    assert not guard.start_probe_if_due(10_000)
+    while reputation.in_red:
+        reputation.earn(1)
+    assert guard.start_probe_if_due(10_000)
+    assert reputation.in_red, "and now nobody else"
+    guard.record(10_001, gained_s=0.0, cost_s=0.0, decode_s=plain_s, plain_s=plain_s)
+    assert not reputation.in_red
+    in_red = SpeedGuard(10, reputation)
+    while not reputation.in_red:
+        reputation.book(-plain_s, plain_s)
+    rests_first = SpeedGuard(10, reputation)
+    assert (in_red.paused, rests_first.paused) == (False, True)
+    reputation.earn(1e6)
+    assert not rests_first.is_due(9 + PROBE_EVERY)
+    assert rests_first.is_due(10 + PROBE_EVERY), "its link has not given up"
+
+
 def test_deposits_are_apart_from_what_was_gained_and_lost() -> None:
     reputation = Reputation()
     assert reputation.grant() == 0.0, "nobody knows yet what a pass takes"
@@ -195,7 +221,7 @@ def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link
     reputation = Reputation()
     first, second = SpeedGuard(10, reputation), SpeedGuard(10, reputation)
     for guard in (first, second):
-        guard.record(20, gained_s=0.0, cost_s=1.0, decode_s=PLAIN_S, plain_s=PLAIN_S)
+        guard.record(20, gained_s=0.0, cost_s=2.1 * PLAIN_S, decode_s=PLAIN_S, plain_s=PLAIN_S)
         assert guard.paused
 
     def try_again(guard: SpeedGuard, length: int, net_s: float) -> None:
@@ -205,11 +231,11 @@ def test_what_was_tried_in_vain_for_a_reason_counts_for_all_sessions_of_the_link
                 gained_s, cost_s = max(net_s, 0.0), max(-net_s, 0.0)
                 guard.record(length, gained_s=gained_s, cost_s=cost_s, decode_s=PLAIN_S, plain_s=PLAIN_S)
 
-    try_again(first, 20 + PROBE_EVERY, -1.0)
+    try_again(first, 20 + PROBE_EVERY, -2.1 * PLAIN_S)
     assert (first.failures, second.failures) == (1, 0)
     for count in (1, 2):
         first.end_rest(300)
-        try_again(first, 300, -1.0)
+        try_again(first, 300, -2.1 * PLAIN_S)
         assert second.failures == count
     second.end_rest(30)
     try_again(second, 30, PLAIN_S)
