@@ -113,7 +113,7 @@ def _generate(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", dir_okay=False, help="Go on with a --json of the same prompt and options that broke off."
+            metavar="FILE", dir_okay=False, help="Go on with a --json of the same prompt and options that broke off; without --seed."
         ),
     ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
