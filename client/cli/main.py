@@ -113,7 +113,9 @@ def _generate(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", dir_okay=False, help="Go on with a --json of the same prompt and options that broke off; without --seed."
+            metavar="FILE",
+            dir_okay=False,
+            help="Go on with a --json of the same prompt and options that broke off; without --seed.",
         ),
     ] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Coordinator to ask.")] = None,
