@@ -14,7 +14,6 @@ from specla.verifier_service.calibration import Calibrator
 from specla.verifier_service.draft_box import Answer
 from specla.verifier_service.engine import Engine
 from specla.verifier_service.intake import Limits, check_attach, check_draft, check_session_id
-from specla.verifier_service.invitation import Invitation
 from specla.verifier_service.publish import MAX_FEATURE_BYTES, DrafterEnd, too_many_items
 from specla.verifier_service.roster import LiveSession, Roster, closed_item
 from specla.verifier_service.speed_guard import Reputation
@@ -101,14 +100,14 @@ class DraftDesk:
         self._answer(live, attachment, answers)
 
     def _attach(self, end: DrafterEnd, live: LiveSession, seq: int, attach: verifier_pb2.Attach) -> None:
-        if live.attach_token is None or not hmac.compare_digest(live.attach_token, attach.attach_token):
+        token, invitation = live.attach_token, live.invitation
+        if token is None or invitation is None or not hmac.compare_digest(token, attach.attach_token):
             raise AttachRefusedError("the attach token does not count now", hint="Ask the coordinator for a new one")
         ring = live.session.feature_ring
         request = check_attach(attach, ring.spec if ring is not None else None, live.session.committed_len)
         if live.attachment is not None:
             same = live.attachment.end is end
             self.detach(live, verifier_pb2.CLOSED_REASON_REPLACED, tell_drafter=not same)
-        live.invitation = invitation = live.invitation or Invitation("")
         if invitation.drafter_id:
             self._ids.pop(end, None)
             self._ids[end] = invitation.drafter_id

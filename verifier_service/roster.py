@@ -193,23 +193,19 @@ class Roster:
         """End sessions whose deadline has passed or that stood still too long; forget those that ended long ago. Unless
         at once, all but deadlines is looked after every few milliseconds only."""
         now = self._clock()
+        for live in list(self._live.values()):
+            if live.deadline is not None and live.deadline <= now:
+                self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
         if not at_once and self._looked_at <= now < self._looked_at + _EXPIRE_EVERY_S:
-            for live in [live for live in self._live.values() if live.deadline is not None and live.deadline <= now]:
-                self._expire(live)
             return
         self._looked_at = now
         for live in list(self._live.values()):
-            if live.deadline is not None and live.deadline <= now:
-                self._expire(live)
-            elif not live.may_run and live.session.ready and live.moved_at + self._idle_timeout_s <= now:
+            if not live.may_run and live.session.ready and live.moved_at + self._idle_timeout_s <= now:
                 self.fail(live, SessionCancelledError("the session stood still", hint="Grant credit, or stop it"))
         while self._ended and next(iter(self._ended.values()))[1] <= now:  # the oldest is the first
             del self._ended[next(iter(self._ended))]
         while self._refused and next(iter(self._refused.values())) <= now:
             del self._refused[next(iter(self._refused))]
-
-    def _expire(self, live: LiveSession) -> None:
-        self.fail(live, DeadlineError("the caller's deadline has passed", hint="Allow more time"))
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do at the earliest."""
